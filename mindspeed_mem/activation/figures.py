@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from mindspeed_mem.plan.layers import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +24,17 @@ class PinnedFigures:
     """What stays on the device because somebody else holds it."""
 
     layer: int
+    """-1: it was made outside the layers."""
     op: str
     bytes: int
     by: str
+
+    @staticmethod
+    def place(op: str, layers: Collection[int]) -> str:
+        """Where, in words."""
+        if min(layers) < 0:
+            return "what was made outside the layers"
+        return f"{op and f'{op} in '}{in_words(layers)}"
 
 
 @dataclass(frozen=True, kw_only=True)

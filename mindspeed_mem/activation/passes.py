@@ -243,7 +243,7 @@ class Passes:
                 first.grad_fn.register_prehook(lambda _: micro_batch.begin_backward())
         moved, nbytes = self._note_moved(micro_batch)
         if as_expected:  # otherwise it is what ran natively that holds it
-            self.pinned.check(moved, output)
+            self.pinned.check(moved, output, self._in_force.num_layers)
         away = LEDGER.without.now - LEDGER.held.now + self._mover.late.nbytes
         self.balance.passed(nbytes, away, len(self._in_flight))
         if observed.counting is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures
+from mindspeed_mem.activation.figures import EngineFigures, OperatorFigures, PinnedFigures
 from mindspeed_mem.plan.layers import in_words
 from mindspeed_mem.report.units import Column, mib, table
 
@@ -99,5 +99,5 @@ def _remarks(row: EngineFigures) -> list[str]:
         pinned.setdefault((pin.op, pin.bytes, pin.by), set()).add(pin.layer)
     for (op, nbytes, by), layers in pinned.items():
         each = " in each" if len(layers) > 1 else ""
-        remarks.append(where + f"{op and f'{op} in '}{in_words(layers)}: {mib(nbytes)} MiB{each} pinned by {by}")
+        remarks.append(where + f"{PinnedFigures.place(op, layers)}: {mib(nbytes)} MiB{each} pinned by {by}")
     return remarks

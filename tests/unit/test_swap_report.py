@@ -57,7 +57,7 @@ def test_remarks_only_about_what_is_configured():
     assert len(lines({**nothing, "swaps": False, "recomputes": True, "recomputed_bytes": MIB})) == 3
     only = lines({**nothing, "swaps": False, "recomputes": True})
     assert len(only) == 4 and only[-1].startswith("rank 0: nothing was recomputed: ")
-    places = [(2, "", "a list"), (3, "mlp", "the cache"), (4, "mlp", "the cache")]
+    places = [(2, "", "a list"), (3, "mlp", "the cache"), (4, "mlp", "the cache"), (-1, "", "a loss")]
     pinned = [PinnedFigures(layer=layer, op=op, bytes=MIB, by=by) for layer, op, by in places]
     both = lines({"stayed_bytes": MIB, "pinned": pinned})[3:]
     assert both == [
@@ -65,6 +65,7 @@ def test_remarks_only_about_what_is_configured():
         "(--swap-host-memory-gib, attach: host_memory_gib)",
         "rank 0: layer 2: 1.00 MiB pinned by a list",
         "rank 0: mlp in layers 3-4: 1.00 MiB in each pinned by the cache",
+        "rank 0: what was made outside the layers: 1.00 MiB pinned by a loss",
     ]
 
 

@@ -12,7 +12,6 @@ import torch
 from mindspeed_mem.activation.figures import PinnedFigures
 from mindspeed_mem.activation.storage import marks
 from mindspeed_mem.activation.storage.records import COPYING, HOST, Record
-from mindspeed_mem.plan.layers import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class PinnedWatch:
         self._seen: dict[tuple[int, str], tuple[int, str]] = {}
         self._late: list[weakref.ref[Record]] = []
 
-    def check(self, records: list[Record], output: Any) -> None:
+    def check(self, records: list[Record], output: Any, num_layers: int) -> None:
         """To be called when a forward has ended: by then only ``output`` and outsiders can hold a moved storage.
 
         Such a storage is not moved again, whoever saves it next: weights in a low precision, which a module keeps for
@@ -40,20 +39,26 @@ class PinnedWatch:
         held = [(record, storage) for record in moved if (storage := record.storage()) is not None]
         for _, storage in held:
             marks.of(storage).keep()
-        new = [(r, s) for r, s in held if r.nbytes >= WORTH_SAYING and (r.layer, r.op) not in self._seen]
+        new = [(r, s, self._place(r, num_layers)) for r, s in held if r.nbytes >= WORTH_SAYING]
+        new = [one for one in new if one[2] not in self._seen]
         if not new:
             return
         # by type, not isinstance: that would wake lazy objects and stumble over dead proxies
         modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
         alike: dict[tuple[int, str, str], set[int]] = {}
-        for record, storage in new:
-            if (record.layer, record.op) not in self._seen:
+        for record, storage, place in new:
+            if place not in self._seen:
                 who = _holder(storage, output, modules)
-                self._seen[record.layer, record.op] = record.nbytes, who
-                alike.setdefault((record.nbytes, record.op or "the layer", who), set()).add(record.layer)
-        line = "swap has no effect on %d bytes of %s in %s: the memory is pinned by %s"
+                self._seen[place] = record.nbytes, who
+                alike.setdefault((record.nbytes, place[1], who), set()).add(place[0])
+        line = "swap has no effect on %d bytes of %s: the memory is pinned by %s"
         for (nbytes, op, who), layers in alike.items():
-            logger.warning(line, nbytes, op, in_words(layers), who)
+            logger.warning(line, nbytes, PinnedFigures.place(op, layers), who)
+
+    @staticmethod
+    def _place(record: Record, num_layers: int) -> tuple[int, str]:
+        """What follows a stack of layers has a number as well."""
+        return record.layer if record.layer < num_layers else -1, record.op
 
     def rows(self) -> tuple[PinnedFigures, ...]:
         return tuple(
