@@ -401,6 +401,8 @@ class Adaptation:
                 logger.error("planning failed: %s", error, exc_info=not isinstance(error, _EXPLAINED))
             for line in decision.lines if decision is not None else ():
                 logger.info(line)
+            if decision is not None and decision.without_effect:
+                logger.warning(decision.without_effect)
         decision, incomplete = self._ranks.gather((decision, incomplete))[0]
         if incomplete and self._incomplete < _MORE:
             self._incomplete += 1

@@ -33,6 +33,8 @@ class Decision(NamedTuple):
     settled: bool
     lines: tuple[str, ...] = ()
     """For the log."""
+    without_effect: str = ""
+    """Why no plan has an effect: for the log, as a warning."""
 
 
 @dataclass
@@ -87,7 +89,9 @@ class Planner:
         """The first plan, or the first after the problem has changed."""
         found, why = self._searched()  # which may be interrupted
         self.tries, self.kept = [], None
-        return self._try(found, why, self._nothing_to_plan())
+        line, everywhere = self._nothing_to_plan()
+        decision = self._try(found, why, "" if everywhere else line)
+        return decision._replace(without_effect=line) if everywhere else decision
 
     def judge(self, measured: Sequence[Measured]) -> Decision:
         """The plan in force took that much: correct the problem by it, then try another plan or stay with the best."""
@@ -125,23 +129,22 @@ class Planner:
         return [
             f"adaptive memory plan ({kind}): " + now.line(),
             *engine_time(now.problem),
-            *filter(None, [self._nothing_to_plan()]),
+            *filter(None, [self._nothing_to_plan()[0]]),
             *grid(now.problem, now.found.plan, width),
             *of_each,
         ]
 
-    def _nothing_to_plan(self) -> str:
-        """A line on layers of which backward keeps nothing that they made."""
+    def _nothing_to_plan(self) -> tuple[str, bool]:
+        """A line on layers of which backward keeps nothing that they made, if there are any; whether these are all."""
         empty = {one.name for one in self.problem.classes if all(group.from_previous for group in one.groups)}
         parts = [part for stage in self.problem.stages for part in stage.parts]
-        numbered = (row for part in parts for row in enumerate(part.layers, part.first_layer))
+        numbered = [row for part in parts for row in enumerate(part.layers, part.first_layer)]
         layers = {layer for layer, name in numbered if name in empty}
-        if not layers:
-            return ""
-        return (
+        line = (
             f"besides what they are given there is nothing to plan in {in_words(layers)}: they keep nothing, as under "
             "checkpoints that a model has itself (Hugging Face's gradient_checkpointing), or where no gradient passes"
         )
+        return line if layers else "", len(layers) == len(numbered)
 
     def _corrected(self, problem: Problem, plan: Plan, simulated: Simulated, measured: Sequence[Measured]) -> Problem:
         """A plan that fits after one that did not shows no more than that: the next is not to lack memory again."""
