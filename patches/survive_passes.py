@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mindspeed_mem import ranks
+from mindspeed_mem.activation import compiled_calls
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.rerun import second_run
 from mindspeed_mem.activation.rerun.arguments import tensors_in
@@ -39,6 +41,9 @@ def _survival() -> Survival | None:
     return None if engine is None else engine.survival
 
 
+_looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose compiled calls find room
+
+
 class SurvivePasses(Listener):
     precedence = Precedence.SURVIVE
 
@@ -46,6 +51,10 @@ class SurvivePasses(Listener):
         engine, survival = engines.current(), _survival()
         if engine is None or survival is None:
             return run(call)
+        for model in call.models:
+            if model not in _looked_at:
+                _looked_at.add(model)
+                compiled_calls.find_room(model)
         engine.passes.layer_given = lambda args, kwargs: survival.given(tensors_in((args, kwargs)))
         _take_back()
         if call.schedule != "forward_backward_no_pipelining" or call.forward_only:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mindspeed_mem import features, ranks, requirements
-from mindspeed_mem.activation import asked, regions
+from mindspeed_mem.activation import asked, compiled_calls, regions
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.rerun.module_rerun import under_way
@@ -248,8 +248,8 @@ class Attached:
         if module in self._traced:
             return
         self._changed.add(module)
-        if (call := compiled.call_of(module)) is not None:
-            compiled.go_around(module, around, compiled.finding_room(_of_compiled(call)))
+        if (call := compiled_calls.call_of(module)) is not None:
+            compiled_calls.go_around(module, around, compiled_calls.finding_room(_of_compiled(call)))
             return
         original = _of_class
         if module in self._ours:
@@ -257,7 +257,7 @@ class Attached:
         elif "forward" in module.__dict__:
             module.__dict__[_OWN], original = module.__dict__["forward"], _of_module
         if module not in self._ours and compiled.is_compiled(module):  # by a wrapper, which it is
-            original = compiled.finding_room(original)
+            original = compiled_calls.finding_room(original)
         forward = functools.update_wrapper(around(original), module.__dict__.get(_OWN, type(module).forward))
         forward.__dict__[_OURS] = True
         if _OWN in module.__dict__:
@@ -290,7 +290,7 @@ def _take_off(model: nn.Module) -> None:
         module.__dict__.pop(_MODEL, None)
         module.__dict__.pop(regions.SHARED, None)
         module.__dict__.pop(_REPLICATE, None)
-        compiled.take_off(module)
+        compiled_calls.take_off(module)
         if hasattr(module.__dict__.get("forward"), _OURS):
             del module.__dict__["forward"]
             if _OWN in module.__dict__:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from mindspeed_mem.attachment import compiled
+from mindspeed_mem.activation import compiled_calls
 from mindspeed_mem.plan.checks import suggestion
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _FSDP = "_fsdp_wrapped_module"
-_WRAPPERS = {compiled.INNER, _FSDP, "_checkpoint_wrapped_module"}
+_WRAPPERS = {compiled_calls.INNER, _FSDP, "_checkpoint_wrapped_module"}
 
 
 def lists_of_blocks(model: nn.Module) -> dict[str, list[nn.Module]]:

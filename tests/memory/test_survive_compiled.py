@@ -19,6 +19,7 @@ from mindspeed_mem.device.limited_cpu import LimitedMemory
 from mindspeed_mem.plan import load_memory_config
 from tests.attachment.plain_models import TEXT, Net, loss_of
 from tests.limited_runs import counted
+from tests.sweeping import but
 from tests.worlds import on_ranks, parallel
 
 pytestmark = pytest.mark.usefixtures("limited_memory")
@@ -316,4 +317,59 @@ def beside_fused(module: str) -> tuple[list[str], int]:
 def test_room_is_made_before_what_megatron_fuses(module):
     """In a pipeline, where no step is tried again."""
     results = on_ranks(2, beside_fused, module, timeout=60)
+    assert [found for found, _ in results] == [[], []] and any(evictions for _, evictions in results)
+
+
+def in_place(layers, number):
+    layers[number]._compiled_call_impl = torch._dynamo.optimize(BACKEND)(layers[number]._call_impl)  # as `compile()`
+
+
+def by_a_wrapper(layers, number):
+    layers[number] = torch._dynamo.optimize(BACKEND)(layers[number])
+
+
+def its_forward(layers, number):
+    layers[number].forward = torch._dynamo.optimize(BACKEND)(layers[number].forward)
+
+
+def beside_compiled(compiles) -> tuple[list[str], int]:
+    """As `beside_fused`, of layers that a user compiles."""
+    from tests.guarding import settled
+    from tests.limited_runs import Training, different, surviving
+    from tests.worlds import applied
+
+    with applied("sdpa_attention"), counted() as memory, parallel(pp=2), torch._dynamo.config.patch(disable=False):
+
+        def training() -> Training:
+            made = Training(memory, "dense", 4, layers=4)
+            made.tokens = made.length = 32
+            for chunk in made.chunks:
+                layers = chunk.module.decoder.layers
+                for number in range(len(layers)):
+                    compiles(layers, number)
+            return made
+
+        before = settled(memory)
+        plain = training()
+        expected, peaks = [], []
+        for _ in range(3):
+            expected.append(plain.step())
+            peaks.append(plain.peak)
+        room = settled(memory) - before + int(0.8 * max(peaks))
+        del plain
+        gc.collect()
+        limit = memory.allocated + room
+        with surviving() as engine:
+            mine = training()
+            mine.total = limit
+            found = [line for one in expected for line in different(mine.step(), one)]
+            torch.compiler.reset()
+            return found, engine.mover.evictions
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("compiles", but([in_place, by_a_wrapper, its_forward], by_a_wrapper, its_forward))
+@pytest.mark.needs_torch("2.7", "compiled backwards allocate otherwise")
+def test_room_is_made_before_layers_that_a_user_of_megatron_compiles(compiles):
+    results = on_ranks(2, beside_compiled, compiles, timeout=60)
     assert [found for found, _ in results] == [[], []] and any(evictions for _, evictions in results)
