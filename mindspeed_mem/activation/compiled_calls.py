@@ -63,17 +63,25 @@ def take_off(module: nn.Module) -> None:
 
 def find_room(model: nn.Module) -> None:
     """Have all of a model's compiled calls find room made before them while memory is tight, whatever they are of."""
-    for module in model.modules():
+    compiled = [module for module in model.modules() if _is_compiled(module)]
+    traced = {inner for module in compiled for inner in module.modules() if inner is not module}
+    for module in compiled:
+        if module in traced:  # it does not run by itself
+            continue
         if (call := call_of(module)) is not None:
             if not hasattr(module.__dict__[_CALL], _OWN):
                 go_around(module, lambda ours: ours, finding_room(_without_self(call)))
-            continue
-        forward = module.__dict__.get("forward")
-        if forward is not None and (INNER in module._modules or hasattr(forward, _COMPILED)):
-            if not hasattr(forward, _OWN):
-                ours = functools.partial(finding_room(_without_self(forward)), module)
-                ours.__dict__[_OWN] = forward
-                module.__dict__["forward"] = ours
+        elif not hasattr(forward := module.__dict__["forward"], _OWN):
+            ours = functools.partial(finding_room(_without_self(forward)), module)
+            ours.__dict__[_OWN] = forward
+            module.__dict__["forward"] = ours
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if call_of(module) is not None:
+        return True
+    forward = module.__dict__.get("forward")
+    return forward is not None and (INNER in module._modules or hasattr(getattr(forward, _OWN, forward), _COMPILED))
 
 
 def _without_self(call: Callable) -> Callable:
