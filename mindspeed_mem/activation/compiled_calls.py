@@ -63,7 +63,7 @@ def take_off(module: nn.Module) -> None:
 
 def find_room(model: nn.Module) -> None:
     """Have all of a model's compiled calls find room made before them while memory is tight, whatever they are of."""
-    compiled = [module for module in model.modules() if _is_compiled(module)]
+    compiled = [module for module in model.modules() if is_compiled(module) or _is_its_forward(module)]
     traced = {inner for module in compiled for inner in module.modules() if inner is not module}
     for module in compiled:
         if module in traced:  # it does not run by itself
@@ -71,17 +71,20 @@ def find_room(model: nn.Module) -> None:
         if (call := call_of(module)) is not None:
             if not hasattr(module.__dict__[_CALL], _OWN):
                 go_around(module, lambda ours: ours, finding_room(_without_self(call)))
-        elif not hasattr(forward := module.__dict__["forward"], _OWN):
+        elif (forward := module.__dict__.get("forward")) is not None and not hasattr(forward, _OWN):
             ours = functools.partial(finding_room(_without_self(forward)), module)
             ours.__dict__[_OWN] = forward
             module.__dict__["forward"] = ours
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    if call_of(module) is not None:
-        return True
+def is_compiled(module: nn.Module) -> bool:
+    """In place, or it is the wrapper."""
+    return INNER in module._modules or call_of(module) is not None
+
+
+def _is_its_forward(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
-    return forward is not None and (INNER in module._modules or hasattr(getattr(forward, _OWN, forward), _COMPILED))
+    return hasattr(getattr(forward, _OWN, forward), _COMPILED)
 
 
 def _without_self(call: Callable) -> Callable:

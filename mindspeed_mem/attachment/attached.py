@@ -220,7 +220,7 @@ class Attached:
             if ranks.number() == 0:
                 logger.warning(line)
         for number, layer in enumerate(everything):
-            if compiled.is_compiled(layer):
+            if compiled_calls.is_compiled(layer):
                 self._wrap(layer, compiled.as_operator(layer, number))
             if regions.SHARED in layer.__dict__:
                 self._wrap(layer, shared.layer_forward)
@@ -256,7 +256,7 @@ class Attached:
             original = self._ours[module].__func__
         elif "forward" in module.__dict__:
             module.__dict__[_OWN], original = module.__dict__["forward"], _of_module
-        if module not in self._ours and compiled.is_compiled(module):  # by a wrapper, which it is
+        if module not in self._ours and compiled_calls.is_compiled(module):  # by a wrapper, which it is
             original = compiled_calls.finding_room(original)
         forward = functools.update_wrapper(around(original), module.__dict__.get(_OWN, type(module).forward))
         forward.__dict__[_OURS] = True

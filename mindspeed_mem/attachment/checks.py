@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_mem.activation import compiled_calls
 from mindspeed_mem.attachment import blocks, compiled
 from mindspeed_mem.device import Backend, DeviceError, get_backend
 from mindspeed_mem.plan import MemoryConfig, MemoryConfigError, load_memory_config, resolve
@@ -97,6 +98,6 @@ def config_of(
 
 
 def _operators(layer: nn.Module) -> list[str]:
-    if compiled.is_compiled(layer):
+    if compiled_calls.is_compiled(layer):
         return [compiled.OPERATOR]
     return list(dict.fromkeys(name for path, _ in layer.named_modules() if (name := blocks.in_layer(path))))

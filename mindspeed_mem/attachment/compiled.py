@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from mindspeed_mem.activation import regions
-from mindspeed_mem.activation.compiled_calls import INNER, call_of
+from mindspeed_mem.activation.compiled_calls import call_of, is_compiled
 from mindspeed_mem.activation.wrappers import region_forward
 
 OPERATOR = "compiled"
@@ -50,11 +50,6 @@ def as_operator(layer: nn.Module, index: int) -> Callable[[Callable], Callable]:
         return forward
 
     return around
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """In place, or it is the wrapper."""
-    return INNER in module._modules or call_of(module) is not None
 
 
 def _below(module: nn.Module) -> set[nn.Module]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from mindspeed_mem.activation import compiled_calls
 from mindspeed_mem.activation.storage.records import local_of
-from mindspeed_mem.attachment import compiled
 
 _units: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 """Modules that were asked for, and what gathers their weights."""
@@ -38,7 +38,7 @@ def for_second_run(module: nn.Module, model: nn.Module | None) -> None:
 
 def _in_compiled(module: nn.Module, kind: type, inside: bool) -> Iterator[nn.Module]:
     """Those of FSDP2's in it that run in compiled code, however deep."""
-    inside = inside or compiled.is_compiled(module)
+    inside = inside or compiled_calls.is_compiled(module)
     if inside and isinstance(module, kind):
         yield module
     for one in module.children():

@@ -233,6 +233,9 @@ ADAPTIVE = (
 _SAME_STATES = "both decide where optimizer states lie"
 _OWN_FORMATS = "it keeps optimizer states or gradients in formats of its own"
 _OWN_STATES = (
+    of_mindspeed("--swap-optimizer", _SAME_STATES),
+    of_mindspeed("--virtual-optimizer", _SAME_STATES),
+    of_mindspeed("--reuse-fp32-param", "both decide where the fp32 masters lie"),
     of_mindspeed("--compress-optimizer", _SAME_STATES),
     of_mindspeed("--quant-states", _OWN_FORMATS),
     of_mindspeed("--quant-grads", _OWN_FORMATS),
@@ -293,9 +296,6 @@ CHUNKS = (
     of_core("--qk-clip", "it writes into whole fp32 masters"),
     of_megatron_lm("--use-legacy-models", "the legacy models have none of megatron-core's layers"),
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
-    of_mindspeed("--swap-optimizer", _SAME_STATES),
-    of_mindspeed("--virtual-optimizer", _SAME_STATES),
-    of_mindspeed("--reuse-fp32-param", "both decide where the fp32 masters lie"),
     *_OWN_STATES,
     of_mindspeed("--layerzero", _OWN_MEMORY),
     of_mindspeed("--layerwise-disaggregated-training", _NOT_YET),
@@ -320,8 +320,5 @@ OPTIMIZER_PARALLEL = (
     of_megatron_lm("--yaml-cfg", "it replaces the command line, this option included"),
     of_core("--fp8-param-gather", "fp8 parameters are made from whole fp32 masters", field="fp8_param"),
     of_core("--qk-clip", "it writes into whole fp32 masters"),
-    of_mindspeed("--swap-optimizer", _SAME_STATES),
-    of_mindspeed("--virtual-optimizer", _SAME_STATES),
-    of_mindspeed("--reuse-fp32-param", "both decide where the fp32 masters lie"),
     *_OWN_STATES,
 )

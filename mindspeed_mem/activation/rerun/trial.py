@@ -185,8 +185,8 @@ class Trial(AbstractContextManager):
         if any(weight._version != version for weight, version in self._weights):
             why_not = why_not or "it changes its parameters"
         self._weights.clear()
-        if argument := argument_with_graph(self._first, self._before):
-            why_not = why_not or f"it keeps what it computes in {argument}"
+        if not why_not and (argument := argument_with_graph(self._first, self._before)):
+            why_not = f"it keeps what it computes in {argument}"
         found: list[Changeable] = []
         if not why_not:
             found, why_not = places_of(roots, rerun.state, self._called)
