@@ -11,7 +11,7 @@ from torch import nn
 
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.stacks import mark_static
-from mindspeed_mem.ranks import gather
+from mindspeed_mem.ranks import gather, is_initialized
 
 if TYPE_CHECKING:
     from mindspeed_mem.activation.engine import Engine
@@ -22,7 +22,7 @@ def partners() -> set[int]:
     state = sys.modules["megatron.core.parallel_state"]
     getters = ("tensor_model_parallel", "context_parallel", "expert_tensor_and_model_parallel")
     found: set[int] = set()
-    for name in getters if dist.is_available() and dist.is_initialized() else ():
+    for name in getters if is_initialized() else ():
         try:
             group = getattr(state, f"get_{name}_group")()
         except AssertionError:  # not set up

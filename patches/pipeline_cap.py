@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mindspeed_mem import features
+from mindspeed_mem import features, ranks
 from mindspeed_mem.passes import BACKWARD, WEIGHT, Listener, Pass, Precedence, Run, ScheduleCall
 from mindspeed_mem.patching import around, join, upstream
 from mindspeed_mem.schedule import (
@@ -233,17 +233,17 @@ def _end(timers: Any) -> None:
 def _on_last_rank(results: list[Any], tokens: torch.Tensor, pipeline: dist.ProcessGroup) -> list[Any]:
     """In a V the first rank makes losses and counts their tokens. The last one gets both: there Megatron's loops leave
     them, and scripts look for them."""
-    ranks, stage = dist.get_process_group_ranks(pipeline), pipeline.rank()
+    members, stage = dist.get_process_group_ranks(pipeline), pipeline.rank()
     box: list[Any] = [None]
     if stage == 0:
         leaves, tree = tree_flatten((results, tokens))
         moved = [isinstance(leaf, torch.Tensor) and not leaf.is_cpu for leaf in leaves]
         box = [([leaf.cpu() if on else leaf for leaf, on in zip(leaves, moved, strict=True)], moved, tree)]
-        dist.send_object_list(box, ranks[-1], group=pipeline)
+        dist.send_object_list(box, members[-1], group=pipeline)
         return []
-    if stage < len(ranks) - 1:
+    if stage < len(members) - 1:
         return []
-    dist.recv_object_list(box, ranks[0], group=pipeline)
+    dist.recv_object_list(box, members[0], group=pipeline)
     leaves, moved, tree = box[0]
     leaves = [leaf.to(tokens.device) if on else leaf for leaf, on in zip(leaves, moved, strict=True)]
     results, counted = tree_unflatten(leaves, tree)
@@ -333,14 +333,14 @@ def _refuse(config: Any, kwargs: Mapping[str, Any]) -> None:
 
 def _say_idle(setting: str, why: str) -> None:
     """Once for each setting, on rank 0."""
-    if setting not in _said and (not dist.is_initialized() or dist.get_rank() == 0):
+    if setting not in _said and ranks.number() == 0:
         logger.warning("%s has no effect: %s", setting, why)
     _said.add(setting)
 
 
 def _say_slower(orders: Sequence[Sequence[Pass]], stages: int, chunks: int, micro_batches: int, cap: int) -> None:
     """Once for each cap, on rank 0, if the same memory would carry a faster pipeline without virtual stages."""
-    if (cap, chunks) in _said or dist.get_rank() != 0:
+    if (cap, chunks) in _said or ranks.number() != 0:
         return
     _said.add((cap, chunks))
     ours, plain = simulate(orders, chunks), without_virtual_stages(stages, chunks, micro_batches, cap)

@@ -21,11 +21,10 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mindspeed_mem import features
+from mindspeed_mem import features, ranks
 from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation.storage.for_weights import OnHost
 from mindspeed_mem.activation.storage.ledger import LEDGER
@@ -123,7 +122,7 @@ join("mindspeed_mem.schedule.weight_gradients:WEIGHT_GRADIENTS.around", _profile
 
 @functools.cache
 def _say_idle() -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if ranks.number() == 0:
         logger.warning(
             "%s: none of this stage's layers is a linear layer of Megatron's local spec "
             "(--transformer-impl local), or one of TransformerEngine's that can delay gradients of weights (2.3 or "

@@ -147,7 +147,7 @@ def _shared(models: Sequence[nn.Module], collectives: int | None) -> str:
     """Why a second attempt would leave other ranks behind; empty if it would not."""
     if any(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False) for model in models):
         return "gradients are reduced while backward runs (--overlap-grad-reduce)"
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if ranks.count() == 1:
         return ""
     state = sys.modules["megatron.core.parallel_state"]
     getters = ("tensor_model_parallel", "context_parallel", "expert_model_parallel", "expert_tensor_parallel")

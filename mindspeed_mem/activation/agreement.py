@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_mem.plan import MemoryConfigError, MemoryPlan
+from mindspeed_mem.ranks import is_initialized
 
 
 def agreed(
@@ -50,7 +51,7 @@ def collectives_begun(partners: Set[int]) -> dict[dist.ProcessGroup, int | None]
     """How many collectives have begun in each group of several of these ranks; None where nobody counts them."""
     found: dict[dist.ProcessGroup, int | None] = {}
     group: Any  # its numbers are torch's own affair
-    if len(partners) < 2 or not (dist.is_available() and dist.is_initialized()):
+    if len(partners) < 2 or not is_initialized():
         return found
     for group in dist.distributed_c10d._world.pg_map:
         if group.size() > 1 and partners >= set(dist.get_process_group_ranks(group)):

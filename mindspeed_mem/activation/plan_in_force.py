@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from mindspeed_mem import ranks
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.agreement import agreed
 from mindspeed_mem.activation.storage.auto_distance import AutoDistances
@@ -195,7 +195,7 @@ class PlanInForce:
         total = sum(sizes.values())
         regions.count_on(models, first, total)
         self.num_layers = max(self.num_layers, total)
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        if ranks.number() == 0:
             ranges = (f"{path} {first[path]}-{first[path] + size - 1}" for path, size in sizes.items())
             self.tell(logging.INFO, f"layers count on from one stack to the next: {', '.join(ranges)}")
 

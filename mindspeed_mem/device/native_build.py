@@ -45,7 +45,6 @@ def compile_library(
     *,
     purpose: str,
     includes: Iterable[Path] = (),
-    library_folders: Iterable[Path] = (),
     libraries: Iterable[str] = ("c10",),
     flags: Iterable[str] = (),
 ) -> Path:
@@ -54,7 +53,6 @@ def compile_library(
     Args:
         purpose: what needs it, for messages.
         includes: folders with headers besides torch's.
-        library_folders: folders with libraries besides torch's.
         libraries: what to link with, without "lib".
         flags: what else the compiler gets.
 
@@ -69,8 +67,7 @@ def compile_library(
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     command = [compiler, str(source), "-O2", "-std=c++20", "-shared", "-fPIC", abi, *flags]
     command += [f"-I{folder}" for folder in (base / "include", *includes)]
-    command += [f"-L{folder}" for folder in (base / "lib", *library_folders)]
-    command += [f"-l{name}" for name in libraries]
+    command += [f"-L{base / 'lib'}", *(f"-l{name}" for name in libraries)]
     # Several ranks may compile at once: each under a name of its own, and the last rename wins.
     handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)

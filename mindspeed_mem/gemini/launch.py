@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini.options import refuse, say_once
-from mindspeed_mem.ranks import let_gloo_finish
+from mindspeed_mem.ranks import let_gloo_finish, number
 from mindspeed_mem.zero.core.shard_memory import device_of
 
 
@@ -115,7 +115,7 @@ class DistributedLogger:
         self._say(logging.ERROR, message, ranks)
 
     def _say(self, level: int, message: str, ranks: Iterable[int] | None) -> None:
-        if ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in ranks:
+        if ranks is None or number() in ranks:
             self._logger.log(level, message)
 
 

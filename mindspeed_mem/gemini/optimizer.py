@@ -15,7 +15,7 @@ from mindspeed_mem.gemini.groups import tensor_parallel
 from mindspeed_mem.gemini.loss_scaler import LossScaler
 from mindspeed_mem.gemini.options import OptionError, refuse, refuse_unknown, say_once
 from mindspeed_mem.gemini.zero_ddp import ZeroDDP
-from mindspeed_mem.ranks import combined
+from mindspeed_mem.ranks import combined, count
 from mindspeed_mem.zero.core.shard_memory import norm_on
 from mindspeed_mem.zero.optimizer.placed import Place, PlacedOptimizer
 from mindspeed_mem.zero.plain.built_chunk import BuiltChunk
@@ -340,7 +340,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
 
 def _unnamed_parts(model: ZeroDDP) -> list[str]:
     """What is wrong if nobody says over which ranks the model is split: norms would leave out what others have."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = count()
     split = [name for name, param in model.named_parameters() if getattr(param, "tensor_model_parallel", False)]
     if not split or model.chunk_manager.group.size() == ranks:
         return []

@@ -147,4 +147,4 @@ def test_bytes_are_those_of_the_census_and_what_is_freed_is_that_of_the_ledger(c
     assert {op for one in mine for layer, op in one["saved_by"] if layer == LAYER} <= set(names)
     starts = {one["number"] - names.index(one["op"]) for one in mine if "core_attention" not in one["op"]}
     assert len(starts) == 1  # the engine counts operators as the planner does
-    assert shape.layer_parameters == parameters
+    assert shape.parameters(Degrees())[0] == parameters

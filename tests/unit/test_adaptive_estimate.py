@@ -111,7 +111,7 @@ def test_context_parallel_ranks_split_the_tokens_and_the_states():
 def test_static_memory_is_18_bytes_a_parameter_or_less_with_a_distributed_optimizer():
     alone = from_shape.problem(GPT, Degrees(), MACHINE).stages[0].static_bytes
     shared = from_shape.problem(GPT, Degrees(data=4, distributed_optimizer=True), MACHINE).stages[0].static_bytes
-    parameters = 16 * GPT.layer_parameters + GPT.embedding_parameters + 2 * GPT.hidden_size
+    parameters = 16 * GPT.parameters(Degrees())[0] + GPT.embedding_parameters + 2 * GPT.hidden_size
     assert (alone, shared) == (18 * parameters, 9 * parameters)
 
 

@@ -84,10 +84,6 @@ class Shape:
         return self.num_query_groups * self.kv_channels
 
     @property
-    def fc1_width(self) -> int:
-        return self.ffn_hidden_size * (2 if self.swiglu else 1)
-
-    @property
     def gates(self) -> int:
         """Outputs of an MLP's first linear for each input of its second one."""
         return 2 if self.swiglu else 1
@@ -129,11 +125,6 @@ class Shape:
             each = self.moe_ffn_hidden_size * (hidden * (self.gates + 1) + linear * self.gates)
             routed = self.num_experts * (each // split.experts_split + linear * hidden) // split.expert
         return divided // split.tensor + whole, routed
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of one layer without experts, over all tensor-parallel ranks."""
-        return self.parameters(Degrees())[0]
 
     @property
     def embedding_parameters(self) -> int:

@@ -17,7 +17,6 @@ from mindspeed_mem.adaptive.problem.definition import Block, LayerClass, Problem
 KEEP, SWAP, RECOMPUTE = "K", "S", "R"
 NOTHING = "-"
 """Where there is nothing to decide: the first layer's input, which comes from outside."""
-ORDERS = ("first", "spread")
 
 
 @dataclass(frozen=True)
