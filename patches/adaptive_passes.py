@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -19,6 +17,7 @@ from mindspeed_mem.activation import engine as engines
 from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine, FollowsCalls
 from mindspeed_mem.adaptive.run.adaptation import Ranks
+from mindspeed_mem.adaptive.run.kept_plan import digest
 from mindspeed_mem.adaptive.run.training_call import Call
 from mindspeed_mem.passes import Listener, Precedence, ScheduleCall
 from mindspeed_mem.patches import _agreement
@@ -81,7 +80,7 @@ def _facts(engine: Engine, models: Sequence[nn.Module], call: Call) -> dict[str,
     layers = {layer: sorted(paths) for layer, paths in sorted(regions.tagged_layers().items())}
     parameters = [(str(one.dtype), one.numel(), one.requires_grad) for model in models for one in model.parameters()]
     limits = {"device_limit": engine.backend.nominal_limit(), "host_limit": engine.mover.slabs.limit_bytes}
-    mine = _digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
+    mine = digest(layers, parameters, regions.places(), _plain(getattr(models[0], "ddp_config", None)), limits)
     patches = sorted({patch.declared_by for patch in REGISTRY.patches if patch.status in ("applied", "resting")})
     device = engine.backend.describe()
     return {
@@ -95,10 +94,10 @@ def _facts(engine: Engine, models: Sequence[nn.Module], call: Call) -> dict[str,
         "hidden_size": config.hidden_size,
         "sequence_parallel": config.sequence_parallel,
         "dtype": str(config.params_dtype),
-        "model": _digest(_plain(config)),
+        "model": digest(_plain(config)),
         "states_are_split": getattr(getattr(models[0], "ddp_config", None), "use_distributed_optimizer", False),
-        "stages_and_sizes": _digest(ranks.gather(mine)),
-        "patches": _digest(patches),
+        "stages_and_sizes": digest(ranks.gather(mine)),
+        "patches": digest(patches),
         "torch": torch.__version__,
         "megatron_core": version("megatron-core"),
         "mindspeed_mem": __version__,
@@ -112,7 +111,3 @@ def _plain(config: Any) -> dict[str, str]:
 
 
 _PLAIN = (bool, int, float, str, list, tuple, type(None), torch.dtype)
-
-
-def _digest(*values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -8,8 +8,6 @@ begins, or where the step ends without it. Once it has run, one of smaller input
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +21,7 @@ from mindspeed_mem.activation import regions
 from mindspeed_mem.activation.engine import Engine
 from mindspeed_mem.activation.storage.records import local_of
 from mindspeed_mem.adaptive.run.adaptation import SETTLED, Adaptation, Ranks
+from mindspeed_mem.adaptive.run.kept_plan import digest
 from mindspeed_mem.adaptive.run.training_call import Call
 from mindspeed_mem.attachment.optimizers import before_step_of
 from mindspeed_mem.nested import tensors_in
@@ -177,7 +176,7 @@ class Steps:
             "device": f"{device['type']} {device.get('device', '')}".strip(),
             "ranks": len(engine.in_force.partners) or 1,
             "layers": engine.in_force.num_layers,
-            "model": _digest(modules, parameters, layers),
+            "model": digest(modules, parameters, layers),
             "states_are_split": split,
             "torch": torch.__version__,
             "mindspeed_mem": __version__,
@@ -187,7 +186,3 @@ class Steps:
 def _call(size: _Size) -> Call:
     samples = max(size.samples, 1)
     return Call(1, 1, None, None, size.each // samples, samples, size.micro_batches)
-
-
-def _digest(*values: Any) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

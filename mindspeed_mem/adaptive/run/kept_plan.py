@@ -7,10 +7,12 @@ version 1. Everything else in it is for readers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -100,6 +102,11 @@ def read(source: str | os.PathLike[str], facts: Facts) -> tuple[MemoryConfig | N
     named = ", ".join(f"{name} was {earlier.get(name)} and is {now.get(name)}" for name in differing[:_MOST])
     more = f" and {len(differing) - _MOST} more" if len(differing) > _MOST else ""
     return None, f"the plan in {source} is not used: {named}{more}"
+
+
+def digest(*values: Any) -> str:
+    """A fact that stands for what is too long to be one: short, and equal for equal values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _made_for(text: str) -> str | None:
