@@ -76,16 +76,17 @@ FILES_OF_MINDSPEED: dict[str, tuple[int, str, tuple[str, ...]]] = {
 """Those of its tests_extend/unit_tests that train or patch; the others are of fused operators."""
 EXPLAINED: dict[tuple[str, str], str] = {
     ("distributed/*::test_bucket_sizes*", "chunk ZeRO"): (
-        "Buffers of no distributed optimizer are refused by name, and chunks decide the sizes of buckets."
+        "`test_bucket_sizes`: chunks decide the sizes of buckets, "
+        "and buffers of no distributed optimizer are refused by name."
     ),
     ("distributed/*::test_grad_sync*-False]", "chunk ZeRO"): (
-        "Buffers of no distributed optimizer are refused by name."
+        "`test_grad_sync` without a distributed optimizer: refused by name."
     ),
     ("distributed/*::test_grad_sync*-True]", "chunk ZeRO"): (
-        "They fill whole gradients, which no rank has with stages 2 and 3."
+        "`test_grad_sync` with one: it fills whole gradients, which no rank has with stages 2 and 3."
     ),
     ("distributed/*::test_force_all_reduce*True]", "chunk ZeRO"): (
-        "It asks for whole gradients, which is refused by name."
+        "`test_force_all_reduce`: it asks for whole gradients, which is refused by name."
     ),
     ("megatron/test_distrib_optimizer.py::*", "chunk ZeRO"): (
         "With any feature: MindSpeed's patch then lies above the one that lets fp16 parameters be the host's."
@@ -232,13 +233,13 @@ def compared(file: str, feature: str, natively: Mapping[str, str], ours: Mapping
 _INTRODUCTION = """\
 # Megatron-LM's unit tests beside our features
 
-Files of Megatron-LM's `tests/unit_tests` on CPU ranks (`--device cpu`), without and with each feature, in processes of
-their own: how many tests pass without, and whether each passes and fails alike with the feature. What does not pass
-without a feature needs CUDA, TransformerEngine, its kernels or other numbers of ranks; where a test names
-TransformerEngine's layer spec, it gets the local one, and a hybrid stack gets state-space layers of torch operators.
-Survival runs without a memory limit: it watches, and nothing has to leave. Of MindSpeed's `tests_extend/unit_tests`
-those run that are not of fused operators, with stand-ins for what it imports of an NPU; "natively" is MindSpeed without
-the pack.
+Files of Megatron-LM's `tests/unit_tests`, run on CPU ranks (`--device cpu`) without any feature ("natively") and with
+each. The first column says how many tests pass natively; the others say whether each test passes or fails as it does
+natively. Tests that do not pass natively need CUDA, TransformerEngine, its kernels or other numbers of ranks. Where a
+test names TransformerEngine's layer spec, it gets the local one, and a hybrid stack gets state-space layers of torch
+operators. Survival runs without a memory limit: it watches, and nothing has to leave. Of MindSpeed's
+`tests_extend/unit_tests`, those that are not about fused operators run, with stand-ins for what it imports of an NPU;
+there, "natively" is MindSpeed without the pack.
 
 ```console
 $ make peer-suite MEGATRON_LM=../Megatron-LM MINDSPEED=../MindSpeed
