@@ -35,7 +35,7 @@ def _asked() -> str:
 def unheeded(in_use: bool) -> str | None:
     """What of the variable is not done, in words, if they are in use or not; None: all is as it says."""
     if _asked() not in ("", "0", "1"):
-        return f"{VARIABLE}: got {_asked()!r}, which is not heeded; allowed: 0 (Python only), 1 (C++)"
+        return f"{VARIABLE}: got {_asked()!r}, which is ignored; allowed: 0 (Python only), 1 (C++)"
     if _asked() == "1" and not in_use:
         return (
             f"{VARIABLE} is 1, and what it asks for has not been built for this torch and this Python, or cannot be "

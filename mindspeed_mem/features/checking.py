@@ -226,7 +226,7 @@ def too_old(feature: Feature, value: Any = None) -> str | None:
             return None
         return (
             f"--pipeline-schedule v needs megatron-core {V_SINCE} or newer, and {version} is "
-            "installed: it is told in other places what a chunk has. Install a newer one, or give zb"
+            "installed: it decides elsewhere which layers a model chunk has. Install a newer one, or give zb"
         )
     return (
         f"{feature.flag} needs megatron-core {feature.since} or newer, and {version} is installed: "

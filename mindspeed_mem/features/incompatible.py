@@ -213,7 +213,7 @@ V = (
 )
 ZERO_BUBBLE = (*{(bar.origin, bar.flag): bar for bar in (*INFLIGHT_CAP, *SPLIT_BACKWARD)}.values(), *V)
 
-_FINDS = "it finds out itself what to swap and what to recompute"
+_FINDS = "it decides by itself what to swap and what to recompute"
 ADAPTIVE = (
     *(bar for bar in RECOMPUTING if bar.flag != "--recompute-granularity"),
     of_core("--recompute-granularity", _FINDS),

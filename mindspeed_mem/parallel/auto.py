@@ -152,7 +152,7 @@ def _solved(mesh: DeviceMesh, search: Search, limit: float | None) -> Found:
     if found is None:
         least = search.solve(None, least=True)
         if least is None:
-            raise StrategyError("no layouts go together with the given rows; leave some of them out")
+            raise StrategyError("no layouts satisfy all given rows together; leave some of them out")
         assert limit is not None
         up = float(f"{least.memory / _GIB * 1.001:.4g}")
         raise StrategyError(

@@ -125,7 +125,7 @@ def all_to_all(
     equal, size = sent is None and received is None, group.size()
     problem = "" if x.dim() else "it has no rows"
     if equal and x.dim() and x.shape[0] % size:
-        problem = f"its rows are no equal parts for {size} ranks; say how many each one gets: sent="
+        problem = f"its rows cannot be divided evenly over {size} ranks; say how many each one gets: sent=[...]"
     what = "equal parts" if equal else "rows", tuple(x.shape)[not equal :]
     x = _compared(x, "all_to_all", group, axis, problem, f"{what[0]} of {what[1]}")
     if equal:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from mindspeed_mem.parallel.moves import text
 from mindspeed_mem.parallel.strategy import StrategyError
 
-_OTHER_LAYOUT = "the parts do not fall together with the new dimensions: give it its input in another layout"
+_OTHER_LAYOUT = "the parts do not line up with the new dimensions: give it its input in another layout"
 _ADVICE = {
     "does not have a sharding strategy": "torch has no rule for it, however its inputs lie: let it compute in "
     "parallel.local(...)",

@@ -24,7 +24,7 @@ def missing() -> str | None:
     absent = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if not absent:
         return None
-    return f"{' and '.join(absent)}, which draw the page, are to be installed: pip install 'mindspeed-mem[report]'"
+    return f"the page needs {' and '.join(absent)}: pip install 'mindspeed-mem[report]'"
 
 
 def page(runs: Sequence[Run]) -> str:

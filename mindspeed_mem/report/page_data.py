@@ -348,7 +348,7 @@ def _trace(content: Any, file: Path, given: Path) -> _Trace:
     try:
         about = content["otherData"]
         if "rank" not in about and "ranks" in about:
-            raise _UnusableError("all ranks' traces put together: a page is made of those that were put together")
+            raise _UnusableError("all ranks' traces put together: give the traces that were merged into it")
         steps = _steps(content)
         if not steps:
             raise _UnusableError("a trace without a step")

@@ -217,7 +217,7 @@ def _read(given: argparse.Namespace) -> Request:
             setattr(request, name, round(size * unit) if given.compatible else int(size * unit))
     request.step_elements = whole("--chunk-hidden-dim", given.chunk_hidden_dim, wrong) or hidden
     if given.compatible and given.ddp_pad_buckets_for_high_nccl_busbw:
-        wrong.append("--ddp-pad-buckets-for-high-nccl-busbw is about Megatron's buckets, which --compatible has not")
+        wrong.append("--ddp-pad-buckets-for-high-nccl-busbw is about Megatron's buckets: not with --compatible")
     check_picture("--picture", given.picture, wrong)
     return request
 

@@ -66,7 +66,7 @@ def main(given: argparse.Namespace) -> int:
     missing = requirements.absent() or _without_megatron()
     examples = folder_of_examples()
     if missing is None and examples is None:
-        missing = "the examples do not lie beside this package; install it anew, or take a checkout"
+        missing = "the examples are not installed with this package; install it anew, or use a checkout"
     if missing is None:
         from mindspeed_mem.device import DeviceError, get_backend
 

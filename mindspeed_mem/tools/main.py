@@ -59,7 +59,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    top = _Parser(prog="mindspeed_mem", description="The command line of mindspeed_mem.")
+    what = "Plan, run and examine training in less device memory. COMMAND --help explains each command."
+    top = _Parser(prog="mindspeed_mem", description=what)
     top.add_argument("--version", action="version", version=f"mindspeed_mem {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     for name, brief, module in COMMANDS:

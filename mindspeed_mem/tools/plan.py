@@ -43,9 +43,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     machine = command.add_argument_group("the machine")
     plan_options.add_arguments(model, machine)
     plan_options.add_schedule(model)
-    what = (
-        "no plan: measure the device at hand, for --devices; under torchrun copies to the host are by all at once, too"
-    )
+    what = "no plan: measure the device at hand, for --devices; under torchrun also copies by all ranks at once"
     machine.add_argument("--measure", action="store_true", help=what)
     plan_options.add_limits(machine, " (default with --trace: the limit the profile was made under, without a reserve)")
     what = "also find the best plans with a GiB more and with one less (two more searches)"

@@ -90,7 +90,7 @@ TEXTS = {
     "placement_policy": "where chunks rest: device, host, static:0.5 (device)",
     "attention_dropout": "dropout of attention scores; only unfused attention keeps masks (0.1)",
     "hidden_dropout": "dropout before the residual stream, and of embeddings (0.1)",
-    "expert_imbalance": "tokens on the rank with most, relative to the average, for experts (1); not Megatron's",
+    "expert_imbalance": "tokens of the fullest expert-parallel rank, relative to the average (1); not Megatron's",
 }
 _WINDOW = re.compile(r"\(?\s*(-?[0-9]{1,10})\s*(,\s*-?[0-9]{1,10}\s*)?\)?")
 _ELEMENTS = 2.0**54
@@ -468,10 +468,10 @@ def _schedule(given: argparse.Namespace, shape: Shape, sizes: tuple[int, int, in
         wrong.append(f"--pipeline-schedule takes {', '.join(SCHEDULES)}, not {schedule!r}")
     elif sizes[0] == 1 and apart:
         wrong.append(
-            f"--pipeline-schedule {schedule} needs --pipeline-model-parallel-size above 1: none idles otherwise"
+            f"--pipeline-schedule {schedule} needs --pipeline-model-parallel-size above 1: a single stage never idles"
         )
     elif sizes[0] == 1 and cap is not None:
-        wrong.append("--max-inflight-microbatches needs --pipeline-model-parallel-size above 1: one is in flight else")
+        wrong.append("--max-inflight-microbatches needs --pipeline-model-parallel-size above 1: one stage holds one")
     elif many := too_many(*sizes):
         wrong.append(f"{many}; --global-batch-size counts sequences, not tokens")
     else:
@@ -506,7 +506,7 @@ def _states(given: argparse.Namespace, split: Degrees, stage: int, wrong: list[s
     names = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     said = [name for name in (*names, "main_grads_dtype") if getattr(given, name) not in (None, "fp32")]
     if said and not given.use_precision_aware_optimizer:
-        wrong.append(f"{', '.join(map(flag, said))}: only heard with --use-precision-aware-optimizer")
+        wrong.append(f"{', '.join(map(flag, said))}: no effect without --use-precision-aware-optimizer")
     if stage > 3:
         wrong.append(f"--chunk-zero-stage takes 1, 2, 3, not {stage}")
     if stage and not given.use_distributed_optimizer:

@@ -44,7 +44,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(*_VIRTUAL, default="1", metavar="N", action=AsGiven, help=what)
     what = "micro-batches that run on a chunk in a row (the stages)"
     command.add_argument(*_GROUP, metavar="N", action=AsGiven, help=what)
-    what = "cap on micro-batches (with virtual stages, but not for all: chunk passes) a stage holds"
+    what = "the most micro-batches that a stage holds (with virtual stages: passes of a chunk, except for all)"
     command.add_argument(*_CAP, metavar="N", action=AsGiven, help=what)
     what = "1f1b (default); zb: gradients of weights fill idle time; v: with 2 virtual stages in a V; all: a table"
     command.add_argument(_SCHEDULE, choices=("1f1b", "zb", "v", _ALL), default="1f1b", help=what)

@@ -264,7 +264,7 @@ def test_what_one_rank_does_alone_is_told_to_all_of_them():
         "on axis 'tp', rank 1 calls all_reduce of (3, 4)",
         "broadcast": "rank 1 calls broadcast(source=0) of (4, 4) float64",
         "copy": "rank 1 calls copy of (4, 6)",
-        "rows": "equal parts of (3, 2) float32: its rows are no equal parts for 2 ranks",
+        "rows": "equal parts of (3, 2) float32: its rows cannot be divided evenly over 2 ranks",
         "other": "rank 0 calls all_reduce of (4, 4) float32\non axis 'tp', rank 1 calls all_gather",
         "dimension": "rank 1 calls all_gather(dim=2, alike=False) of (4, 4) float32: it has no dimension 2",
         "scatter": "(3, 4) float32: dimension 0 cannot be split evenly over 2 ranks",

@@ -178,7 +178,7 @@ def test_options_of_the_model_are_megatrons(chunks):
                 "--chunk-search-range-mib takes a number of at least 0, not '-1'",
                 "--min-chunk-size-mib takes a number of at least 0, not 'x'",
                 "--chunk-hidden-dim takes a whole number of at least 1, not '1.5'",
-                "--ddp-pad-buckets-for-high-nccl-busbw is about Megatron's buckets, which --compatible has not",
+                "--ddp-pad-buckets-for-high-nccl-busbw is about Megatron's buckets: not with --compatible",
                 "--picture takes a file that ends in .svg, .png, .pdf, not 'no/such.gif'",
                 "--picture: there is no folder no",
             ],

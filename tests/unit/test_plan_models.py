@@ -254,7 +254,7 @@ def test_states_take_what_their_types_and_chunks_say(planned):
         ("--num-experts 4 --moe-layer-freq [1]*100000000000", "not '[1]*100000000000'"),
         ("--num-experts 4 --moe-layer-freq " + "1+" * 5000 + "1", "--moe-layer-freq takes a number of at least 1, or"),
         ("--num-experts 4 --expert-imbalance 0.5", "--expert-imbalance takes a number of at least 1"),
-        ("--exp-avg-dtype bf16", "--exp-avg-dtype: only heard with --use-precision-aware-optimizer"),
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype: no effect without --use-precision-aware-optimizer"),
         ("--chunk-zero-stage 4", "--chunk-zero-stage takes 1, 2, 3, not 4"),
         ("--chunk-zero-stage 3", "--chunk-zero-stage needs --use-distributed-optimizer"),
         ("--placement-policy host", "--placement-policy needs --chunk-zero-stage"),
