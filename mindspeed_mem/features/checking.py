@@ -149,22 +149,12 @@ def check(args: Namespace | Mapping[str, Any], *, always: bool = False) -> Setti
     more = getattr(args, "decoder_seq_length", None) or getattr(args, "mtp_num_layers", None)
     num_layers = None if more else getattr(args, "num_layers", None)
     memory = _load(values["--memory-config"], flags, num_layers, problems)
-    notices = (*(() if memory is None else memory.notices), *_without_effect(values))
-    swaps, recomputes = memory is not None and memory.swap.swap, memory is not None and memory.recompute.active
-    puts_off = values["--split-backward"] or values["--pipeline-schedule"] != "1f1b"
-    if memory is not None and swaps and memory.swap.output_gradients and not puts_off:
-        notices += (
-            "swap_config.output_gradients has no effect: without --split-backward or --pipeline-schedule zb or v "
-            "gradients of weights are computed at once",
-        )
     adapts = values["--adaptive-memory-optimization"]
     survives = values["--survive-oom"] or adapts
-    if recomputes and not (swaps or survives) and values["--swap-host-memory-gib"] is not None:
-        notices += ("--swap-host-memory-gib has no effect: nothing is swapped",)
+    swaps, recomputes = memory is not None and memory.swap.swap, memory is not None and memory.recompute.active
+    notices = () if memory is None else memory.notices
+    notices += (*_chunk_flags_without_effect(values), *_without_effect(memory, values, survives))
     if memory is not None and not (swaps or recomputes):
-        if values["--memory-config"] is not None:
-            name = _name(values["--memory-config"])
-            notices += (f"{name}: nothing is swapped (swap_config.swap) or recomputed",)
         others = ("--survive-oom", "--adaptive-memory-optimization", "--memory-trace", "--memory-report")
         on = [f for f in on if not set(MEMORY_PATCHES) & set(f.patches) or f.flag in others]
         memory = None
@@ -234,7 +224,26 @@ def too_old(feature: Feature, value: Any = None) -> str | None:
     )
 
 
-def _without_effect(values: Mapping[str, Any]) -> list[str]:
+def _without_effect(memory: MemoryConfig | None, values: Mapping[str, Any], survives: bool) -> list[str]:
+    """What a plan, or a flag beside it, says about swap and changes nothing."""
+    if memory is None:
+        return []
+    found = []
+    swaps, recomputes = memory.swap.swap, memory.recompute.active
+    puts_off = values["--split-backward"] or values["--pipeline-schedule"] != "1f1b"
+    if swaps and memory.swap.output_gradients and not puts_off:
+        found.append(
+            "swap_config.output_gradients has no effect: without --split-backward or --pipeline-schedule zb or v "
+            "gradients of weights are computed at once"
+        )
+    if recomputes and not (swaps or survives) and values["--swap-host-memory-gib"] is not None:
+        found.append("--swap-host-memory-gib has no effect: nothing is swapped")
+    if not (swaps or recomputes) and values["--memory-config"] is not None:
+        found.append(f"{_name(values['--memory-config'])}: nothing is swapped (swap_config.swap) or recomputed")
+    return found
+
+
+def _chunk_flags_without_effect(values: Mapping[str, Any]) -> list[str]:
     """What is said about chunks and changes nothing."""
     stage, placement = values["--chunk-zero-stage"], values["--placement-policy"]
     if stage is None:

@@ -79,17 +79,7 @@ def main(given: argparse.Namespace) -> int:
     if limits["v"] and given.vpp == "1":
         sizes[1] = 2  # as a V has
     numbers_wrong = bool(wrong)
-    backward = number("--backward-ratio", given.backward_ratio, wrong, 0.01) or 1.0
-    weight = backward / 2
-    if given.weight_ratio is not None:
-        weight = number("--weight-ratio", given.weight_ratio, wrong, 0.0) or 0.0
-        if not (limits["split"] or together):
-            wrong.append(
-                f"--weight-ratio is for {_SCHEDULE} zb, v and all: otherwise gradients of weights are in the backward"
-            )
-        elif not wrong and weight >= backward:
-            wrong.append(f"--weight-ratio {weight:g} is part of --backward-ratio {backward:g}, and has to be less")
-    send = number("--send-ratio", given.send_ratio, wrong, 0.0) or 0.0
+    times = _read_times(given, limits["split"] or together, wrong)
     mib = number("--mib", given.mib, wrong, 0.0)
     if given.megatron_loop and given.max_inflight is None:
         wrong.append("--megatron-loop chooses among orders with a cap; give one with --max-inflight")
@@ -112,7 +102,6 @@ def main(given: argparse.Namespace) -> int:
         print("mindspeed_mem schedule:", *(f"  {reason}" for reason in wrong), sep="\n", file=sys.stderr)
         return 2
     only = bool(given.forward_only)
-    times = _Times(backward, weight, send)
     if together:
         print("\n".join(_table(sizes, limits["cap"], times, mib)))
         return 0
@@ -125,6 +114,21 @@ def main(given: argparse.Namespace) -> int:
         picture.draw(timeline, sizes[1], given.picture, _title(sizes, limits, only), mib)
         print(f"drawn to {given.picture}")
     return 0
+
+
+def _read_times(given: argparse.Namespace, splits: bool, wrong: list[str]) -> _Times:
+    """The times of passes that the options say. `splits`: some schedule has passes of weight gradients of their own."""
+    backward = number("--backward-ratio", given.backward_ratio, wrong, 0.01) or 1.0
+    weight = backward / 2
+    if given.weight_ratio is not None:
+        weight = number("--weight-ratio", given.weight_ratio, wrong, 0.0) or 0.0
+        if not splits:
+            wrong.append(
+                f"--weight-ratio is for {_SCHEDULE} zb, v and all: otherwise gradients of weights are in the backward"
+            )
+        elif not wrong and weight >= backward:
+            wrong.append(f"--weight-ratio {weight:g} is part of --backward-ratio {backward:g}, and has to be less")
+    return _Times(backward, weight, number("--send-ratio", given.send_ratio, wrong, 0.0) or 0.0)
 
 
 class _Times(NamedTuple):

@@ -214,46 +214,15 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
         if _may_change(value, seen, depth):
             seen.add(id(value))
             found.append(changeable.tensor(name, get))
-    elif is_a(value, torch.Generator):
+    elif (own := _own_state(value)) is not None:
         seen.add(id(value))
-        found.append(changeable.place(name, get, kind.get_state, kind.set_state, torch.equal))
-    elif is_a(value, random.Random):
-        seen.add(id(value))
-        found.append(changeable.place(name, get, kind.getstate, kind.setstate, changeable.equal))
+        found.append(changeable.place(name, get, *own))
     elif kind.__module__ in ("builtins", "itertools") and is_a(value, Iterator):
         seen.add(id(value))
         found.append(Changeable(name, lambda: None, changeable.never, is_))
-    elif kind in _BYTES and len(value) <= AT_ONCE:
-        seen.add(id(value))
-        found.append(
-            changeable.place(
-                name, get, lambda it: it[:], lambda it, earlier: it.__setitem__(slice(None), earlier), changeable.equal
-            )
-        )
     elif kind is FunctionType:
         if vars(value) and not _foreign(value.__module__):
             _attributes(get, name, found, seen, depth)
-    elif str(kind.__module__).startswith("numpy.random") and hasattr(value, "set_state"):
-        seen.add(id(value))
-        found.append(
-            changeable.place(
-                name, get, lambda it: it.get_state(), lambda it, earlier: it.set_state(earlier), changeable.equal
-            )
-        )
-    elif str(kind.__module__).startswith("numpy.random") and hasattr(value, "bit_generator"):
-        seen.add(id(value))
-        found.append(changeable.place(name, get, lambda it: it.bit_generator.state, _set_bits, changeable.equal))
-    elif (
-        (kind.__module__, kind.__name__) == ("numpy", "ndarray")
-        and value.nbytes <= AT_ONCE
-        and not value.dtype.hasobject
-    ):
-        seen.add(id(value))
-        found.append(
-            changeable.place(
-                name, get, kind.copy, lambda array, earlier: array.__setitem__(..., earlier), changeable.equal
-            )
-        )
     elif kind in _CONTAINERS or (is_a(value, (dict, list, set, deque)) and not _foreign(kind.__module__)):
         if kind not in _CONTAINERS:
             _attributes(get, name, found, seen, depth)
@@ -275,6 +244,27 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
         _slots(get, name, found, seen, depth)
         _attributes(get, name, found, seen, depth)
         _class(kind, found, seen, depth)
+
+
+def _own_state(value: Any) -> tuple[Callable, Callable, Callable] | None:
+    """How what an object holds that is no attribute, item or tensor is read, written back and compared; None: it holds
+    nothing of the kind, or too much."""
+    kind = type(value)
+    if is_a(value, torch.Generator):
+        return kind.get_state, kind.set_state, torch.equal
+    if is_a(value, random.Random):
+        return kind.getstate, kind.setstate, changeable.equal
+    if kind in _BYTES and len(value) <= AT_ONCE:
+        return lambda it: it[:], lambda it, earlier: it.__setitem__(slice(None), earlier), changeable.equal
+    if str(kind.__module__).startswith("numpy.random"):
+        if hasattr(value, "set_state"):
+            return lambda it: it.get_state(), lambda it, earlier: it.set_state(earlier), changeable.equal
+        if hasattr(value, "bit_generator"):
+            return lambda it: it.bit_generator.state, _set_bits, changeable.equal
+    if (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
+        if value.nbytes <= AT_ONCE and not value.dtype.hasobject:
+            return kind.copy, lambda array, earlier: array.__setitem__(..., earlier), changeable.equal
+    return None
 
 
 def _may_change(tensor: torch.Tensor, seen: _Seen, depth: int) -> bool:
