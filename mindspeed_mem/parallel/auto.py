@@ -90,7 +90,9 @@ def auto(
         machine: what the ranks and links can do.
         optimizer_bytes: of each number of a parameter, 8 for Adam's two float32.
 
-    Raises StrategyError if nothing fits, with the least that does.
+    Returns a plan for `semi_auto`, to be edited or saved.
+
+    Raises StrategyError with all that is wrong; if nothing fits, with the least memory that would do.
     """
     if wrong := of_other_kinds(model, mesh):
         raise StrategyError(wrong)

@@ -38,7 +38,7 @@ def local(
         function: takes and returns tensors; a module's parameters are arguments, too.
         in_strategy: what the tensors among the arguments are brought to, in order; None: as they come, sums summed up.
         out_strategy: how the parts that it returns make up the whole, for each tensor.
-        mesh: None: that made last.
+        mesh: None: the one made last.
         name: for reports and messages.
 
     Returns: a function of DTensors, or of plain tensors that all ranks have, that returns DTensors.
@@ -48,7 +48,7 @@ def local(
 
     Raises StrategyError, on all ranks; in the first call with tensors of these shapes also if ranks return different
     shapes, or different numbers where `out_strategy` says that they have the same, or `function` fails on another rank.
-    What it raises on one rank in a later call the others do not know of.
+    If it fails on one rank in a later call, the others do not learn of it.
     """
     problems: list[str] = []
     called = name or str(getattr(function, "__name__", type(function).__name__))

@@ -40,26 +40,28 @@ def semi_auto(
     *,
     inputs: str = "whole",
 ) -> Model:
-    """Split `model` over `mesh` as `plan` says; its numbers stay those of one device.
+    """Split `model` over `mesh` as `plan` says; its numbers stay those of one device, up to rounding.
 
     Parameters and buffers become DTensors in place, with the values of the first rank: those that the plan names are
-    split, all others are whole on each rank, with gradients summed. Wherever a tensor lies otherwise than its reader's
-    strategy says it is redistributed, and its gradient takes the tensor's own layout there. Tensors that forward makes
-    itself are taken to be the same on all ranks.
+    split, all others are whole on each rank, with gradients summed. A tensor that is not laid out as its reader's
+    strategy says is redistributed for it, and its gradient comes back in the tensor's own layout. Tensors that forward
+    makes itself are taken to be the same on all ranks.
 
-    What the model returns are plain tensors, whole on each rank, of which all ranks compute the same loss; those
-    for which the row of the model itself (``""``) has an ``out_strategy`` are DTensors that lie so.
+    The model returns plain tensors, whole on each rank, from which all ranks compute the same loss; what has an
+    ``out_strategy`` in the row of the model itself (``""``) is returned as DTensors with that layout.
 
     Args:
-        model: make the optimizer afterwards.
+        model: a plain module, changed in place; make the optimizer afterwards.
         mesh: with axis names.
         plan: rows by the paths of modules, or a YAML file with them (see `Plan`).
         inputs: "whole": each rank passes the full batch. "local": each passes its part of the tensors that the row of
             the model itself (``""``) has strategies for.
 
-    Raises StrategyError with all that does not fit; what needs the inputs' shapes is raised at the end of the forward
-    that meets it. Collective: ranks with different plans are refused, and inputs of different shapes when they come; in
-    the first forward those with different numbers, too.
+    Returns `model`.
+
+    Raises StrategyError with all that does not fit; what needs the inputs' shapes is raised at the end of the first
+    forward with them. Collective: ranks with different plans are refused, as are inputs of different shapes in a
+    forward, and in the first forward inputs with different numbers.
     """
     rows = Plan.of(plan)
     problems = _unsuited(model, mesh, inputs)
@@ -87,7 +89,10 @@ def semi_auto(
 
 
 def report(model: nn.Module | None = None) -> Report:
-    """What the first step of `model` redistributed, None: of that split last. Complete after its backward."""
+    """What the first step of `model` redistributed; None: of the model that was split last.
+
+    Complete after that step's backward. Raises StrategyError if nothing has been split.
+    """
     if model is not None:
         forward: Any = model.forward
         outer: Any = forward.inner if isinstance(forward, Recomputed) else forward
@@ -113,10 +118,12 @@ def shard(
         in_strategy: for each tensor in order, or by the names of arguments.
         out_strategy: for each output.
         parameter_plan: of a module, by the parameters' names in it.
-        mesh: None: that made last.
+        mesh: None: the one made last.
         name: for reports and messages.
 
-    Raises StrategyError: of a function when it is called with what does not fit.
+    Returns the module, or a function in place of the function.
+
+    Raises StrategyError with all that does not fit; for a function, when it is called.
     """
     given = {"in_strategy": in_strategy, "out_strategy": out_strategy, "parameter_plan": parameter_plan}
     plan = Plan.of({"": given})
