@@ -23,7 +23,7 @@ from mindspeed_mem.model_sizes import (
 from mindspeed_mem.zero.layout import shown
 from mindspeed_mem.zero.layout.cutting import Layout, ParameterSize, equal_chunks, megatron_buckets, sizes_of
 from mindspeed_mem.zero.layout.model_tensors import GPTShape, published
-from mindspeed_mem.zero.layout.shown import BF16, MIB, mib
+from mindspeed_mem.zero.layout.shown import BF16, MIB, bf16_mib
 from mindspeed_mem.zero.layout.size_search import BucketSize, ChunkSize, search_bucket_size, search_chunk_size
 
 DESCRIPTION = """Searches the size of the chunks in which data-parallel ranks share parameters, and prints which
@@ -113,7 +113,8 @@ def main(given: argparse.Namespace) -> int:
 def _model(request: Request) -> str:
     sizes = sizes_of(request.parameters)
     ranks = f"{request.world_size} data-parallel rank{'s' * (request.world_size > 1)}"
-    return f"{request.model}: {len(sizes)} parameters, {sum(sizes):,} elements, {mib(sum(sizes))} MiB in bf16; {ranks}"
+    elements = sum(sizes)
+    return f"{request.model}: {len(sizes)} parameters, {elements:,} elements, {bf16_mib(elements)} MiB in bf16; {ranks}"
 
 
 def _buckets(found: BucketSize, request: Request) -> list[str]:
@@ -122,7 +123,7 @@ def _buckets(found: BucketSize, request: Request) -> list[str]:
     low, high = request.minimum_elements, request.minimum_elements + request.range_elements
     return [
         f"Megatron's buckets, which end when they have reached {_size(found.target_elements)}",
-        f"searched from {mib(low)} to {mib(high)} MiB in steps of {request.step_elements:,} elements",
+        f"searched from {bf16_mib(low)} to {bf16_mib(high)} MiB in steps of {request.step_elements:,} elements",
     ]
 
 
@@ -133,8 +134,8 @@ def _equal(found: ChunkSize, layout: Layout, request: Request) -> list[str]:
     larger = f"; {own} larger, for a parameter of {'its' if own == 1 else 'their'} own" if own else ""
     return [
         f"chunks of {_size(found.chunk_elements)}{larger}",
-        f"searched over {mib(request.range_elements)} MiB from {mib(request.minimum_elements)} MiB or the largest "
-        f"parameter scored, in steps of {request.step_elements:,} elements",
+        f"searched over {bf16_mib(request.range_elements)} MiB from {bf16_mib(request.minimum_elements)} MiB or the "
+        f"largest parameter scored, in steps of {request.step_elements:,} elements",
         f"ColossalAI would report {found.reported_waste_fraction:.3%} padding",
     ]
 
@@ -158,13 +159,13 @@ def _one(request: Request) -> str:
 
 
 def _size(elements: int) -> str:
-    return f"{elements:,} elements ({mib(elements)} MiB)"
+    return f"{elements:,} elements ({bf16_mib(elements)} MiB)"
 
 
 def _summary(layout: Layout, ranks: int) -> str:
-    chunks = f"{layout.count} chunk{'s' * (layout.count > 1)}, the largest {mib(layout.largest)} MiB"
-    shard = f"{mib(layout.held_elements // ranks)} MiB of shards on each rank"
-    waste = f"{layout.waste_elements:,} elements, {mib(layout.waste_elements)} MiB"
+    chunks = f"{layout.count} chunk{'s' * (layout.count > 1)}, the largest {bf16_mib(layout.largest)} MiB"
+    shard = f"{bf16_mib(layout.held_elements // ranks)} MiB of shards on each rank"
+    waste = f"{layout.waste_elements:,} elements, {bf16_mib(layout.waste_elements)} MiB"
     return f"{chunks}; {shard}; padding {layout.waste_fraction:.4%} ({waste})"
 
 

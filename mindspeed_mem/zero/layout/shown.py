@@ -24,7 +24,7 @@ _PADDING = "#d9412f"
 _LINES_UP_TO = 60  # chunks: in thinner bars lines between parameters would hide them
 
 
-def mib(elements: int) -> str:
+def bf16_mib(elements: int) -> str:
     """What so many elements take in bf16."""
     return f"{elements * BF16 / MIB:,.2f}"
 
@@ -119,7 +119,7 @@ def _row(place: int, layout: Layout) -> tuple[str, ...]:
     width = max(1, round(_BAR * chunk.capacity / layout.largest))
     filled = min(width, round(_BAR * chunk.used / layout.largest))
     share = f"{100 * chunk.used / max(1, chunk.capacity):.2f} %"
-    return str(place), f"{chunk.capacity:,}", mib(chunk.capacity), share, "#" * filled + "." * (width - filled)
+    return str(place), f"{chunk.capacity:,}", bf16_mib(chunk.capacity), share, "#" * filled + "." * (width - filled)
 
 
 def _contents(chunk: ChunkContents) -> str:
