@@ -35,7 +35,7 @@ def _draws_nothing(args: Any) -> bool:
 
 
 _SAME = "both decide about the same activations"
-_AS_PLAN = "`python -m mindspeed_mem plan --from-megatron` says it as a plan"
+_AS_PLAN = "`python -m mindspeed_mem plan --from-megatron` translates it into a plan"
 _GRAPH = (
     "replaying a graph of whole layers or steps skips the Python code that swaps and recomputes (--cuda-graph-impl "
     "transformer_engine with graphs of parts, such as --cuda-graph-scope attn moe_router, can stay: swap follows the "
@@ -43,10 +43,10 @@ _GRAPH = (
 )
 _NOT_YET = "not supported yet"
 _PIECES = (
-    "it runs layers piece by piece, a piece forward of one micro-batch and one backward of another in turn, and never "
-    "a layer's forward, by which swap and recompute know where they are"
+    "it runs layers in pieces, of one micro-batch's forward and of another's backward in turn, and never calls a "
+    "layer's forward, by which swap and recompute know where they are"
 )
-_FSDP = "what parameters and gradients of a layer lie in comes and goes, which was never run with plans"
+_FSDP = "the memory of a layer's parameters and gradients comes and goes, which was never run with plans"
 _OWN_PASSES = "its forwards and backwards are its own, which swap and recompute do not follow"
 _EMPTIES = "it empties activations and fills them again by itself, on streams that swap and recompute do not follow"
 _LIVE = (
