@@ -10,6 +10,7 @@ import os
 import sys
 from types import SimpleNamespace
 
+from mindspeed_mem.device.host_memory import ranks_here
 from mindspeed_mem.patching import around
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -24,7 +25,7 @@ def _current_device(original):
 @around("torch.cuda:device_count")
 def _device_count(original):
     """The launcher's ranks on this machine: Megatron sets up no parallel groups when there are 0 devices."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return ranks_here()
 
 
 @around("torch.cuda:get_device_properties")

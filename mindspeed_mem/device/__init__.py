@@ -78,7 +78,7 @@ def get_backend(name: str | None = None) -> Backend:
 
 
 def available_backends() -> tuple[str, ...]:
-    """Names of the devices that `get_backend` can give here, best first."""
+    """Names of the devices that `get_backend` can give here, best first; the last is the simulated one, for tests."""
     return tuple(name for name in DEVICES if _why_absent(name) is None)
 
 

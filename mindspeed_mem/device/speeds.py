@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from mindspeed_mem.device.base import Backend, Event, Stream
+from mindspeed_mem.device.host_memory import ranks_here
 from mindspeed_mem.device.link_speed import measure_link
 
 _SIDES = (8192, 4096, 2048, 1024)  # of square matrices; the best counts, smaller where the first would take too long
@@ -23,7 +24,7 @@ def measure(backend: Backend[Stream, Event]) -> dict[str, float]:
     """
     backend.use_device_of_rank()
     found = {"tflops": _products(backend), "memory_gbps": _moves(backend)}
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = ranks_here()
     if ranks > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     alone = None
