@@ -132,20 +132,6 @@ def split_steps(model, batches):
     return local([*found, *(one.detach() for one in model.parameters())])
 
 
-def equal_compiled():
-    """As `equal`, of blocks that are compiled, with parts that gather by themselves."""
-    torch.manual_seed(1)
-    model = Net()
-    plain, wrapped = nested(copy.deepcopy(model)), nested(model)
-    for one in (plain, wrapped):
-        for index, block in enumerate(one.blocks):
-            one.blocks[index] = torch.compile(block, backend="eager")
-    expected = local(results(plain, step, times=2))
-    with mindspeed_mem.attach(wrapped, PLANS["whole"]) as attached:
-        found = local(results(wrapped, step, times=2))
-        return same(found, expected), attached.engine.report().recomputed_bytes
-
-
 def equal_split(name, plan, layers, axes):
     """As `equal`, of a model split by strategies; bytes that were moved and made again, and the highest peak against
     that without a plan."""

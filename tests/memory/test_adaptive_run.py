@@ -333,7 +333,7 @@ SIZES = {
 def test_a_plan_is_found_for_the_larger_ones_of_many_sizes(numbers):
     [(found, states, lines)] = on_ranks(1, changing, "samples", numbers)
     assert found == [] and states[-1] == "settled"
-    assert not any("plans no more" in line or "planning again" in line for line in lines)
+    assert not any("stops planning" in line or "planning again" in line for line in lines)
 
 
 def test_sizes_that_stay_smaller_get_a_plan_of_their_own():

@@ -290,7 +290,7 @@ def test_what_cannot_be_seen_is_left_as_it_is(caplog):
             mine.step(attached)
         assert attached.engine.adaptation.state == "off"
     assert caplog.text.count("no effect on steps outside") == 1
-    assert "attach's plan='auto' plans no more" in caplog.text
+    assert "attach's plan='auto' stops planning" in caplog.text
 
 
 def on_a_slow_link(backend):

@@ -144,7 +144,7 @@ def test_what_is_never_seen_ends_the_search(caplog):
     torch.manual_seed(0)
     assert settles(Net(2, 16), lambda model: plainly(model, run=run)) == "off"
     assert caplog.text.count("no backward of the model was seen") == 1
-    assert "plans no more: 10 training steps" in caplog.text
+    assert "stops planning: 10 training steps" in caplog.text
 
 
 def steps_of(model, attached, sizes):

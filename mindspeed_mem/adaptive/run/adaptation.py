@@ -433,7 +433,7 @@ class Adaptation:
     def _stop(self, why: str) -> None:
         """Go on as survival alone does, with the plan that is in force."""
         kept = "nothing is planned" if self._config is None else "the plan in force is kept"
-        self._say(f"{self.engine.wording.planning} plans no more: {why}; {kept}, and eviction does the rest")
+        self._say(f"{self.engine.wording.planning} stops planning: {why}; {kept}, and eviction does the rest")
         self.state = OFF
 
     def _keep(self) -> None:
