@@ -14,8 +14,8 @@ from typing import Any
 from mindspeed_mem.plan.layers import spelled_out
 
 
-def gib(value: Any) -> float:
-    """Gibibytes: a finite number above 0."""
+def above_zero(value: Any) -> float:
+    """A finite number above 0, such as GiB or MiB."""
     number = None if isinstance(value, bool) else float(value)
     if number is None or not (math.isfinite(number) and number > 0):
         raise ValueError("a number above 0")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from mindspeed_mem.device import device_names
 from mindspeed_mem.features import incompatible
 from mindspeed_mem.features.readers import (
+    above_zero,
     at_least_one,
     by_pattern,
-    gib,
     layer_list,
     new_file,
     new_folder,
@@ -121,7 +121,7 @@ FEATURES = (
     ),
     Feature(
         flag="--swap-host-memory-gib",
-        read=gib,
+        read=above_zero,
         metavar="GIB",
         help="host memory that each rank may fill with swapped activations; beyond it an activation stays on the "
         "device (default: no limit)",
@@ -131,7 +131,7 @@ FEATURES = (
     ),
     Feature(
         flag="--device-memory-gib",
-        read=gib,
+        read=above_zero,
         metavar="GIB",
         help="device memory that each rank may use (default: all there is; on cpu, where that is the host's, no limit)",
         needs_features=("--survive-oom", "--adaptive-memory-optimization", "--placement-policy"),
@@ -176,7 +176,7 @@ FEATURES = (
     ),
     Feature(
         flag="--chunk-host-memory-gib",
-        read=gib,
+        read=above_zero,
         metavar="GIB",
         help="host memory that the chunks of each rank may take (default: what the host has free)",
         needs_features=("--chunk-zero-stage",),
@@ -184,7 +184,7 @@ FEATURES = (
     ),
     Feature(
         flag="--min-chunk-size-mib",
-        read=gib,
+        read=above_zero,
         metavar="MIB",
         help="smallest chunk size to try, in MiB of bf16 parameters (default: 64; every type counts as 2 bytes per "
         "element)",
@@ -192,7 +192,7 @@ FEATURES = (
     ),
     Feature(
         flag="--chunk-search-range-mib",
-        read=gib,
+        read=above_zero,
         metavar="MIB",
         help="how far above the minimum chunk sizes are tried, in MiB (default: 64)",
         needs_features=("--chunk-zero-stage",),

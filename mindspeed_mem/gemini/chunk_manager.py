@@ -228,7 +228,7 @@ class ChunkManager:
         if work is not None:
             work.wait()
         chunk.keep_gradients()
-        chunk.store.settle()
+        chunk.grad_store.settle()
 
     def start_reduction(self, chunk: Chunk) -> Any:
         """Start to average the whole gradient of `chunk` over the ranks; returns what to wait for, or None. Collective.

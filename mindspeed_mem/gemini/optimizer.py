@@ -118,7 +118,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         resting = Place.HOST if step_on_host else Place.SWAPPED
         self._placed = PlacedOptimizer(
             self.inner,
-            lambda master: resting if of_master[master].chunk.store.on_host else Place.DEVICE,
+            lambda master: resting if of_master[master].chunk.grad_store.on_host else Place.DEVICE,
             model.chunk_manager.backend,
         )
         self._set_scale()
@@ -310,7 +310,7 @@ class GeminiAdamOptimizer(torch.optim.Optimizer):
         for one in self.model.chunks:
             if not self.model.touched.isdisjoint(one.chunk.pieces):
                 one.publish()
-        for store in {one.chunk.store for one in self.model.chunks}:
+        for store in {one.chunk.grad_store for one in self.model.chunks}:
             store.settle()  # anybody may write to masters now, or drop them
 
     def _gradient_norm(self) -> float:

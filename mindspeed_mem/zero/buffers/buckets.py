@@ -126,9 +126,9 @@ class BucketChunks:
             if chunk is None or chunk in self._sealed:
                 continue
             self._sealed.add(chunk)
-            chunk.store = stores(bucket)
+            chunk.grad_store = stores(bucket)
             if self.stage == 3:
-                chunk.keep_shard(chunk.store)
+                chunk.keep_shard(chunk.grad_store)
                 whole_states.register(chunk)
                 self.gathering.add(chunk)
         opens = self._open if self._opens_for_backward else None
@@ -146,7 +146,7 @@ class BucketChunks:
         for param, master in masters.items():
             of_chunk.setdefault(self._chunk_of[param], {})[param] = master
         for chunk, own in of_chunk.items():
-            if chunk.shard is not None and not chunk.store.on_host:
+            if chunk.shard is not None and not chunk.grad_store.on_host:
                 chunk.follow(own)
 
     def sealed(self, bucket: Bucket) -> bool:

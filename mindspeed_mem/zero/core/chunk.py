@@ -76,7 +76,7 @@ class Chunk:
         """[numel / ranks], this rank's part of the reduced gradients; None before the first reduction of a step."""
         self.shard_store: Store = DEVICE
         """Where `shard` rests."""
-        self.store: Store = DEVICE
+        self.grad_store: Store = DEVICE
         """Where `grad_shard` rests."""
         self.gathered = True
         self._arrival: Arrival | None = None
@@ -126,7 +126,7 @@ class Chunk:
     def adopt_shard(self, shard: torch.Tensor, store: Store = DEVICE) -> None:
         """From now on `shard` [numel / ranks], in `store`, is this rank's part, and all that stays; nothing is read."""
         assert self.shard is None and self.gathered
-        self.shard, self.shard_store, self.store = shard, store, store
+        self.shard, self.shard_store, self.grad_store = shard, store, store
         self.release()
 
     def follow(self, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
@@ -144,10 +144,10 @@ class Chunk:
     @torch.no_grad()
     def move(self, store: Store) -> None:
         """Let this rank's part rest in `store` from now on."""
-        self.store.settle()
+        self.grad_store.settle()
         if self.grad_shard is not None:
             self.grad_shard = store.like(self.grad_shard, self.whole.device).copy_(self.grad_shard)
-        self.store, self._spare = store, None
+        self.grad_store, self._spare = store, None
         self.move_shard(store)
 
     @torch.no_grad()
@@ -233,7 +233,7 @@ class Chunk:
         Beside a device that computes meanwhile the sum is made there, and no host waits.
         """
         if self.grad_shard is not None and self._reduced_before is None:
-            self._reduced_before = self.store.fetch(self.grad_shard, self.grad.device)
+            self._reduced_before = self.grad_store.fetch(self.grad_shard, self.grad.device)
 
     @torch.no_grad()
     def keep_gradients(self) -> None:
@@ -244,15 +244,15 @@ class Chunk:
         own = self.grad[self.mine]
         self.fetch_gradients()
         if self.grad_shard is None:
-            shard = self.store.like(own) if self._spare is None else self._spare
-            self.store.take(shard, own)
+            shard = self.grad_store.like(own) if self._spare is None else self._spare
+            self.grad_store.take(shard, own)
             self.grad_shard = shard
         elif self._reduced_before is None:
             self.grad_shard.add_(own)
         else:
             (before, event), self._reduced_before = self._reduced_before, None
-            self.store.meet(event)
-            self.store.take(self.grad_shard, before.add_(own), lasting=True)
+            self.grad_store.meet(event)
+            self.grad_store.take(self.grad_shard, before.add_(own), lasting=True)
         free(self.grad)
 
     def drop_gradients(self) -> None:
@@ -260,7 +260,7 @@ class Chunk:
         free(self.grad)
         self._reduced_before = None
         if self.grad_shard is not None:
-            self._spare = self.grad_shard if self.store.on_host else None
+            self._spare = self.grad_shard if self.grad_store.on_host else None
         self.grad_shard = None
 
 

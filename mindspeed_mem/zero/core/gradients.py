@@ -55,7 +55,7 @@ class GradientShards:
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
         self._finish()
-        for store in {chunk.store for chunk in self._by_number.values()}:
+        for store in {chunk.grad_store for chunk in self._by_number.values()}:
             store.settle()  # a step may have been broken off
         for chunk in self._by_number.values():
             chunk.drop_gradients()
@@ -99,7 +99,7 @@ class GradientShards:
         self.start(chunk)
         if self._reducing is not None and self._reducing[0] is chunk:
             self._finish()
-        chunk.store.settle()
+        chunk.grad_store.settle()
 
     # ---- as a `use_order.Reducer`
 

@@ -70,7 +70,7 @@ class BuiltChunk:
             same = sharded and plan.dtype is torch.float32 and param_store.on_host == master_store.on_host
             like = torch.empty(plan.capacity // group.size(), dtype=torch.float32, device="meta")
             self.master = chunk.shard if same else master_store.like(like, device).zero_()
-            chunk.store = master_store  # of the reduced gradients, which lie where they are needed
+            chunk.grad_store = master_store  # of the reduced gradients, which lie where they are needed
         for param, view in views.items():
             self.write(param, initial(param))
             param.grad, param.data = None, view  # the memory that it had is freed
@@ -109,10 +109,11 @@ class BuiltChunk:
         assert master is not None, "a frozen chunk is not stepped"
         own = chunk.whole[chunk.mine] if chunk.shard is None else chunk.shard
         if not (self.sharded and self.shard_on_host):
-            fetched = chunk.store.fetch(master, own.device)  # and cast there: the host would hold up all that follows
+            # and cast there: the host would hold up all that follows
+            fetched = chunk.grad_store.fetch(master, own.device)
             if fetched is not None:
                 master, event = fetched
-                chunk.store.meet(event)
+                chunk.grad_store.meet(event)
         own.copy_(master)
         if not self.sharded:
             all_gather(chunk.whole, own, chunk.group)
