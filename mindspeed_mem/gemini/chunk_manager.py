@@ -95,7 +95,8 @@ class ChunkManager:
             for name, number, least in (("search_range", search_range, 0), ("n_grids", n_grids, 1))
             if not isinstance(number, int) or number < least
         ]
-        refuse(wrong or ["search_range is divisible by n_grids"] * bool(search_range % n_grids))
+        indivisible = f"search_range is a multiple of n_grids, {n_grids}, not {search_range}"
+        refuse(wrong or ([indivisible] if search_range % n_grids else []))
         sizes = [param.numel() for param in module.parameters()]
         smallest = min_chunk_size or 0
         if not filter_exlarge_params:

@@ -34,8 +34,9 @@ class HybridAdam(torch.optim.AdamW):
         **unknown: Any,
     ) -> None:
         wrong = refuse_unknown("HybridAdam", unknown, HybridAdam.__init__)
-        wrong += ["bias_correction is True"] * (not bias_correction)
-        wrong += ["adamw_mode is True; take torch.optim.Adam for the other"] * (not adamw_mode)
+        wrong += [f"bias_correction is True, not {bias_correction!r}"] * (not bias_correction)
+        if not adamw_mode:
+            wrong.append(f"adamw_mode is True, not {adamw_mode!r}; for plain Adam give ZeroOptimizer torch.optim.Adam")
         refuse(wrong)
         super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
@@ -68,7 +69,7 @@ class ZeroOptimizer(GeminiAdamOptimizer):
         for group in settings:
             group["params"] = [param for param in group["params"] if param.requires_grad]
         others = {name for group in optim.param_groups for name in ("amsgrad", "maximize") if group.get(name)}
-        refuse([f"optim has {name}=True, which is not there" for name in sorted(others)])
+        refuse([f"optim has {name}=True, which chunks do not support" for name in sorted(others)])
         super().__init__(
             module,
             initial_scale=initial_scale,

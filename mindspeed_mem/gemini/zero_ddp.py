@@ -391,7 +391,7 @@ class GeminiDDP(ZeroDDP):
         chunks = init_chunk_manager(module, device, hidden_dim, search_range_mb, min_chunk_size_mb, process_group)
         if not pin_memory and chunks.backend.index() is not None:
             raise OptionError(
-                "pin_memory=False is not there: copies to and from pageable memory would hold up the device"
+                "pin_memory=False is not supported: copies to and from pageable memory would hold up the device"
             )
         manager = GeminiManager(
             placement_policy,

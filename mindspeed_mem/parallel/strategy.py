@@ -39,9 +39,9 @@ class Layout:
         if len(set(alias_name)) < len(alias_name):
             problems.append(f"Layout: an alias occurs twice in {alias_name}")
         if "interleaved_parallel" in alias_name:
-            problems.append("Layout: interleaved_parallel is not there; name axes of the mesh only")
+            problems.append("Layout: interleaved_parallel is not supported; name axes of the mesh only")
         if rank_list is not None:
-            problems.append("Layout: rank_list is not there; give the ranks' order to DeviceMesh")
+            problems.append("Layout: rank_list is not supported; give the ranks' order to DeviceMesh")
         if problems:
             raise StrategyError(problems)
         self.axes = dict(zip(alias_name, device_matrix, strict=True))

@@ -116,5 +116,5 @@ def test_mistakes_are_named():
         manager.append_tensor(torch.nn.Parameter(torch.ones(3), requires_grad=False), "a")
     with pytest.raises(OptionError, match="shape"):
         manager.copy_tensor_to_chunk_slice(param, torch.ones(4))
-    with pytest.raises(ValueError, match="divisible"):
+    with pytest.raises(ValueError, match="a multiple of n_grids, 3, not 10"):
         ChunkManager.search_chunk_size(torch.nn.Linear(2, 2), 10, 3)

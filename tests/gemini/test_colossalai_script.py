@@ -394,7 +394,7 @@ def test_settings_of_another_optimizer_are_taken():
     assert type(ZeroOptimizer(HybridAdam(first), model).inner) is torch.optim.AdamW
     with pytest.raises(OptionError, match="norm_type is 2.0, not 1; optim is HybridAdam, or torch's .*, not SGD"):
         ZeroOptimizer(torch.optim.SGD(first, lr=1.0), model, norm_type=1)
-    with pytest.raises(OptionError, match="optim has amsgrad=True, which is not there"):
+    with pytest.raises(OptionError, match="optim has amsgrad=True, which chunks do not support"):
         ZeroOptimizer(torch.optim.Adam(first, amsgrad=True), model)
     with pytest.raises(OptionError, match="not trained parameters of the model"):
         ZeroOptimizer(HybridAdam(nn.Linear(2, 2).parameters()), model)
