@@ -1,6 +1,6 @@
 """The file behind ``--memory-config``: MindFormers' `swap_config` and `recompute_config`, typed and checked.
 
-Nothing here knows a model; `resolve` in memory_plan.py joins the configuration with a model's operators.
+Nothing here knows a model; `resolve` in resolving.py joins the configuration with a model's operators.
 """
 
 from __future__ import annotations
