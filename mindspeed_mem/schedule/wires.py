@@ -38,10 +38,13 @@ def group_name(line: Line) -> str:
 
 class _Known:
     """The groups made so far. torch owns them: held here, their threads would outlive `destroy_process_group`, which
-    may end them one by one too."""
+    may end them one by one too. A pipeline made anew has new ones: what a run that failed has left on its way would
+    come in the place of what is sent now."""
 
     world: Callable[[], Any] = staticmethod(lambda: None)
-    groups: dict[tuple, weakref.WeakValueDictionary[str, dist.ProcessGroup]] = {}
+    of: weakref.WeakKeyDictionary[
+        dist.ProcessGroup, dict[tuple, weakref.WeakValueDictionary[str, dist.ProcessGroup]]
+    ] = weakref.WeakKeyDictionary()
 
 
 def connect(
@@ -54,10 +57,11 @@ def connect(
     """
     world = dist.group.WORLD
     if _Known.world() is not world:
-        _Known.world, _Known.groups = weakref.ref(world), {}
+        _Known.world, _Known.of = weakref.ref(world), weakref.WeakKeyDictionary()
+    known = _Known.of.setdefault(pipeline, {})
     mine = (tuple(dist.get_process_group_ranks(pipeline)), tuple(lines), backend)
     names = {group_name(line) for line in lines}
-    if set(_Known.groups.get(mine, ())) != names:
+    if set(known.get(mine, ())) != names:
         everyone = gather(mine)
         timeout = _timeout(pipeline, device)
         made = {}
@@ -67,8 +71,8 @@ def connect(
                 if one == mine:
                     made[name] = group
         _greet(made, pipeline, device, lines)
-        _Known.groups[mine] = weakref.WeakValueDictionary(made)
-    return dict(_Known.groups[mine])
+        known[mine] = weakref.WeakValueDictionary(made)
+    return dict(known[mine])
 
 
 class Wires:

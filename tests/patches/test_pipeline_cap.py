@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -148,6 +149,49 @@ def test_an_exception_leaves_the_failing_rank_at_once(split):
     assert error == "ValueError: in a pass"
     assert of_first == of_second == 0
     assert seconds < 20
+
+
+def trains_again() -> tuple[list[str], bool]:
+    """What ends a first training, and whether a second one, in a pipeline made anew, has Megatron's own gradients.
+
+    What stage 0 has sent for its first pass stays on its way: stage 1 has failed by then.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from tests.capped_runs import capped
+    from tests.models import build_gpt, train_step
+
+    def gradients(fails: bool = False) -> dict[str, Any]:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(1, 2)
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        chunks = build_gpt("dense")
+        passed: list[int] = []
+
+        def hook(*_):
+            passed.append(len(passed))
+            if fails and len(passed) == 2 - dist.get_rank():
+                raise ValueError("in a pass")
+
+        chunks[0].register_forward_pre_hook(hook)
+        return train_step(chunks, micro_batches=4, micro_batch_size=1).grads
+
+    errors: list[str] = []
+    with parallel(pp=2):
+        with capped(None, split=True):
+            try:
+                gradients(fails=True)
+            except ValueError as error:
+                errors.append(str(error))
+            found = gradients()
+        same = found.keys() == (plain := gradients()).keys() and all(found[one].equal(plain[one]) for one in plain)
+    return errors, same
+
+
+def test_a_pipeline_made_anew_gets_nothing_of_a_run_that_failed():
+    assert on_ranks(2, trains_again, timeout=20) == [(["in a pass"], True)] * 2
 
 
 def grouped() -> list[int]:
