@@ -138,10 +138,10 @@ def activation_meter(backend: Backend) -> ActivationMeter:
 
 
 def _finished() -> None:
-    """Megatron-LM's pretrain has ended, and leaves the process group as it is."""
+    """Megatron-LM's pretrain has ended, and leaves the process group as it is; the script may go on with it."""
     report()
     if ranks.is_initialized() and dist.get_backend() == "gloo":
-        ranks.leave()
+        ranks.leave_at_exit()
 
 
 def observe() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import datetime
 import logging
 import threading
 import time
@@ -135,6 +137,21 @@ def leave() -> None:
     """The end of a script: take the ranks down together, if that was not done. Collective."""
     if is_initialized():
         dist.barrier()
+        dist.destroy_process_group()
+    let_gloo_finish()
+
+
+def leave_at_exit() -> None:
+    """When this process ends, take the ranks down together, unless the script has done it: until then it may use its
+    groups. Where another rank has failed, nobody waits for it long."""
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if is_initialized() and dist.get_backend() == "gloo":
+        with contextlib.suppress(RuntimeError):  # another rank has failed: do not wait for it
+            dist.monitored_barrier(timeout=datetime.timedelta(seconds=10))  # else its last messages may be lost
         dist.destroy_process_group()
     let_gloo_finish()
 

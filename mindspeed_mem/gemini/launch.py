@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import atexit
-import contextlib
-import datetime
 import functools
 import logging
 import os
@@ -19,7 +16,7 @@ import torch.distributed as dist
 
 from mindspeed_mem.device import get_backend
 from mindspeed_mem.gemini.options import refuse, say_once
-from mindspeed_mem.ranks import let_gloo_finish, number
+from mindspeed_mem.ranks import leave_at_exit, number
 from mindspeed_mem.zero.core.shard_memory import device_of
 
 
@@ -71,7 +68,7 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
     if not dist.is_initialized():
         dist.init_process_group(backend)
         if dist.get_backend() == "gloo":
-            atexit.register(_leave)
+            leave_at_exit()  # the script may leave the group as it is
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
@@ -80,15 +77,6 @@ def launch_from_torch(config: Any = None, backend: str | None = None, seed: int 
         get_dist_logger().info(
             f"{ranks} ranks on {device.type}, collectives by {dist.get_backend()}, seed {seed}", ranks=[0]
         )
-
-
-def _leave() -> None:
-    """The script is over, and may have left the group as it is: gloo's threads abort an interpreter that ends so."""
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # another rank has failed: do not wait for it
-            dist.monitored_barrier(timeout=datetime.timedelta(seconds=10))  # else its last messages may be lost
-        dist.destroy_process_group()
-    let_gloo_finish()
 
 
 class DistributedLogger:

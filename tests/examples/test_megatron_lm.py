@@ -83,3 +83,24 @@ def test_figures_are_in_megatrons_own_log(tmp_path, everything):
     found.Reload()
     moved = [(one.step, one.value) for one in found.Scalars("mindspeed_mem/swapped_out_mib")]
     assert [step for step, _ in moved] == [2, 4] and moved[0][1] == moved[1][1] > 0
+
+
+GOES_ON = """
+import os, runpy, sys
+
+sys.path.insert(0, {tree!r})
+runpy.run_path(os.path.join({tree!r}, "pretrain_gpt.py"), run_name="__main__")
+
+import torch
+
+ones = torch.ones(1)
+torch.distributed.all_reduce(ones)
+print("ranks", ones.item())
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_script_goes_on_with_its_ranks_after_training(tmp_path):
+    (tmp_path / "pretrain_gpt.py").write_text(GOES_ON.format(tree=TREE))
+    job = script("pretrain_gpt.sh", TRAIN_ITERS=1, MEGATRON_LM=tmp_path).succeeded()
+    assert job.output.count("ranks 2.0") == 2
