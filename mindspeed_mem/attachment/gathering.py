@@ -1,6 +1,6 @@
-"""Weights that FSDP2 (`fully_shard`) has split are gathered for second runs.
+"""Weights that FSDP2 (`fully_shard`) or DeepSpeed's ZeRO-3 has split are gathered for second runs.
 
-FSDP2 gathers them when a gradient reaches what their module has returned. Backward may ask before that for what an
+Both gather them when a gradient reaches what their module has returned. Backward may ask before that for what an
 operator in the module has made: whoever comes next has saved it. Nothing in compiled code asks by itself: what that
 reads is gathered before it runs.
 """
@@ -17,12 +17,21 @@ from torch import nn
 from mindspeed_mem.activation import compiled_calls
 from mindspeed_mem.activation.storage.records import local_of
 
+_EXTERNAL = "ds_external_parameters"
+"""On a module under ZeRO-3: tells which parameters of other modules it reads."""
+_ON_THEIR_WAY = "ds_inflight_param_registry"
+"""On a model under ZeRO-3: parameters that are being gathered, and what to wait for."""
+
 _units: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 """Modules that were asked for, and what gathers their weights."""
 
 
 def for_second_run(module: nn.Module, model: nn.Module | None) -> None:
-    """Gather what ``module`` of ``model`` reads, if it is not there. FSDP2 lets it go after the module's backward."""
+    """Gather what ``module`` of ``model`` reads, if it is not there. Who has split it lets it go after the module's
+    backward."""
+    if _EXTERNAL in module.__dict__ and model is not None:
+        _from_zero(module, model)
+        return
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or model is None or all(local_of(one) is one for one in module.parameters()):
         return
@@ -34,6 +43,25 @@ def for_second_run(module: nn.Module, model: nn.Module | None) -> None:
         unit: Any = reference()
         if unit is not None:
             unit.unshard()
+
+
+def _from_zero(module: nn.Module, model: nn.Module) -> None:
+    """DeepSpeed does it in hooks around a module's call, which a second run is not; modules in it are called, and have
+    theirs."""
+    external = getattr(module, _EXTERNAL)()
+    split: list[Any] = [
+        one for one in (*module._parameters.values(), *dict(external).values()) if hasattr(one, "ds_status")
+    ]
+    on_their_way = [one for one in split if one.ds_status.name == "INFLIGHT"]  # it has begun to gather ahead
+    if on_their_way:
+        for holder in model.modules():
+            registry = holder.__dict__.get(_ON_THEIR_WAY, {})
+            for one in on_their_way:
+                if one in registry:
+                    registry.pop(one).wait()
+    missing = [one for one in split if one.ds_status.name == "NOT_AVAILABLE"]
+    if missing:
+        missing[0].all_gather(missing)
 
 
 def _in_compiled(module: nn.Module, kind: type, inside: bool) -> Iterator[nn.Module]:
