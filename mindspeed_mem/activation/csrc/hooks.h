@@ -8,8 +8,6 @@
 #include <frameobject.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <typeinfo>
-
 namespace hot {
 
 // Whether a custom function packs what it saves: the code that called the hook.
@@ -20,12 +18,10 @@ inline bool by_a_function() {
   return code.get() == engine.APPLY;
 }
 
-// Whether a custom function has made it. Torch does not export the type of their nodes.
+// Whether a custom function has made it.
 inline bool made_by_a_function(const at::Tensor& tensor) {
   const auto node = tensor.grad_fn();
-  if (!node) return false;
-  const auto& made_it = *node;
-  return std::strstr(typeid(made_it).name(), "autograd6PyNode") != nullptr;
+  return node && of_a_function(*node);
 }
 
 // `own_tensors.own`, where a custom function saves it.

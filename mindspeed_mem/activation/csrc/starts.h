@@ -8,18 +8,39 @@
 
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <cstring>
+#include <typeinfo>
 
 namespace hot {
 
 inline PyObject* no_owner = nullptr;  // `micro_batch.NO_OWNER`
 
+// Whether it is the node of a custom function. Torch does not export their type.
+inline bool of_a_function(const torch::autograd::Node& node) {
+  return std::strstr(typeid(node).name(), "autograd6PyNode") != nullptr;
+}
+
+// `micro_batch.PASSED_ON`
+inline bool is_passed_on(const torch::autograd::Node& node) {
+  if (!of_a_function(node)) return false;
+  const std::string name = node.name();
+  return name == "PreBackwardFunctionForModuleBackward" || name == "PostBackwardFunctionModuleBackward";
+}
+
 // `MicroBatch.owner_of`
 inline Own owner_in(PyObject* batch, const at::Tensor& tensor) {
   const at::Tensor base = base_of(tensor);
-  const auto node = base.grad_fn();
+  auto node = base.grad_fn();
   PyObject* running = micro_batch.running.get(batch);
   if (!node) {
     return Own::of(base.requires_grad() ? no_owner : must(PyList_GetItem(running, PyList_GET_SIZE(running) - 1)));
+  }
+  while (is_passed_on(*node)) {
+    auto below = node->num_outputs() > 0 ? node->next_edge(0).function : nullptr;
+    if (!below || dynamic_cast<torch::autograd::AccumulateGrad*>(below.get())) return Own::of(no_owner);  // a leaf
+    node = std::move(below);
   }
   const auto made = static_cast<long long>(node->sequence_nr());
   PyObject* bounds = micro_batch.bounds.get(batch);

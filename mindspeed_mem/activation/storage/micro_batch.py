@@ -22,6 +22,10 @@ from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owne
 
 NO_OWNER = (-1, "", 0)  # layer, operator, number of what was allocated before this micro-batch's first operator
 
+PASSED_ON = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
+"""Nodes of what an operator passes on as it got it: DeepSpeed's ZeRO-3 puts an alias, made outside of all operators, in
+place of each tensor that a module takes or returns."""
+
 _sequence_nr = torch._C._autograd._get_sequence_nr
 
 
@@ -93,6 +97,11 @@ class MicroBatch:
         node = base.grad_fn
         if node is None:
             return NO_OWNER if base.requires_grad else self.running[-1]
+        while type(node).__name__ in PASSED_ON:
+            below = node.next_functions[0][0]
+            if below is None or type(below).__name__ == "AccumulateGrad":  # a leaf
+                return NO_OWNER
+            node = below
         position = bisect_right(self.bounds, node._sequence_nr()) - 1
         return self.running[position] if position >= 0 else NO_OWNER
 
