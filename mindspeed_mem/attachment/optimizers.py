@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 
 @contextlib.contextmanager
-def before_step_of(model: nn.Module, call: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``call`` runs before each step of an optimizer that has parameters of ``model``."""
+def before_step_of(model: nn.Module | None, call: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``call`` runs before each step of an optimizer that has parameters of ``model``; None: of any."""
 
     def hook(optimizer: Any, *_: Any) -> None:
-        if _trains(optimizer, model):
+        if model is None or _trains(optimizer, model):
             call()
 
     handle = register_optimizer_step_pre_hook(hook)

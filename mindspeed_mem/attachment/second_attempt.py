@@ -16,6 +16,9 @@ from mindspeed_mem.attachment.optimizers import before_step_of
 
 logger = logging.getLogger(__name__)
 
+_ZERO = ("_hp_mapping", "ds_status")
+"""What DeepSpeed puts on a parameter: in stages 1 and 2, and in stage 3."""
+
 
 def run(
     survival: Survival,
@@ -36,7 +39,8 @@ def run(
     kwargs = {name: iterators.get(id(one), one) for name, one in kwargs.items()}
     before, collectives, stepped = BeforeStep([model], [True]), ranks.collectives(), []
     try:
-        with before_step_of(model, lambda: stepped.append(True)), inside():
+        # of any, since many train copies of the model's parameters
+        with before_step_of(None, lambda: stepped.append(True)), inside():
             return call(*args, **kwargs)
     except (RuntimeError, MemoryError) as error:
         if not survival.backend.is_out_of_memory(error):
@@ -44,6 +48,8 @@ def run(
         failed = survival.explained(error)
     why_not = "the host is full" if survival.mover.host_full else ""
     why_not = why_not or ("an optimizer had begun its step" if stepped else "")
+    if any(hasattr(one, name) for one in model.parameters() for name in _ZERO):
+        why_not = why_not or "DeepSpeed's ZeRO keeps gradients where nobody can take them back"
     if collectives is None or collectives != ranks.collectives():
         why_not = why_not or "it has taken part in a collective, which cannot be taken back"
     why_not = why_not or before.why_not(None, False)

@@ -207,9 +207,12 @@ def test_what_follows_the_layers_is_not_called_a_layer(limited_memory):
     assert "(outside the layers)" in str(caught.value) and "so the rest was" not in str(caught.value)
 
 
-def test_a_step_whose_optimizer_has_begun_is_not_tried_again():
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_step_whose_optimizer_has_begun_is_not_tried_again(copies):
+    """Also one that trains copies of the parameters, as in mixed precision."""
     model = Net(2, 32)
-    optimizer, texts, ran = torch.optim.AdamW(model.parameters()), iter([TEXT, TEXT]), []
+    trained = [one.detach().clone() for one in model.parameters()] if copies else model.parameters()
+    optimizer, texts, ran = torch.optim.AdamW(trained), iter([TEXT, TEXT]), []
 
     def step():
         ran.append(step_of(model, texts, optimizer))
