@@ -186,6 +186,21 @@ def global_variables(names: dict[str, Any], keys: list[str]) -> Changeable:
     return Changeable(f"{names.get('__name__')}.{keys[0]}", read, write, _same_values)
 
 
+def set_around(names: dict[str, Any], keys: list[str], known: dict[Changeable, bool]) -> None:
+    """Adds those of these names to ``known``, as what a first run has found. Where a second run finds the same, nobody
+    sets them around the operator alone: they are taken out again, so that later runs need not look."""
+    variables = global_variables(names, keys)
+
+    def write(earlier: dict) -> None:
+        if variables.same(variables.read(), earlier):
+            known.pop(found_first, None)
+        else:
+            variables.write(earlier)
+
+    found_first = variables._replace(write=write)
+    known[found_first] = True
+
+
 def class_attributes(name: str, get: Callable[[], Any], keys: list[str]) -> Changeable:
     """Those of these names, which may come and go."""
 

@@ -149,6 +149,28 @@ def _places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -
     return [place for place in found if place.write is not changeable.never or _may_be_reached(place.name, named)]
 
 
+def set_by_callers(called: Called, known: dict[Changeable, bool]) -> None:
+    """Adds to ``known``, see `changeable.set_around`, what the functions that ran name in modules: functions and plain
+    values. Whoever calls the operator may have put others there for that long, as ms-swift's layers do with the rotary
+    embedding."""
+    there: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+    for code, names, held in called.found.values():
+        of_modules = [(names, _globals_in(code))]
+        for value in (*(names.get(name) for name in of_modules[0][1]), *(value for _, value in held)):
+            if is_a(value, ModuleType) and not _foreign(value.__name__):
+                of_modules.append((vars(value), code.co_names))
+        for module, wanted in of_modules:
+            _, keys = there.setdefault(id(module), (module, {}))
+            keys.update((key, None) for key in wanted if key in module and _is_plain_or_callable(module[key]))
+    for module, keys in there.values():
+        if keys:
+            changeable.set_around(module, list(keys), known)
+
+
+def _is_plain_or_callable(value: Any) -> bool:
+    return is_a(value, PLAIN_KINDS) or callable(value)
+
+
 def _may_be_reached(name: str, named: set[str]) -> bool:
     """Whether functions that ran name the attribute that this place is, or lies in; which numbers the objects that a
     class makes is not moved on by these."""

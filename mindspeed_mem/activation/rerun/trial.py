@@ -23,7 +23,7 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.changeable import Changeable, argument_with_graph, tensors_given
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import RAISES, ModuleRerun, modules_of
-from mindspeed_mem.activation.rerun.state import Called, places_of
+from mindspeed_mem.activation.rerun.state import Called, places_of, set_by_callers
 from mindspeed_mem.activation.storage import marks
 
 logger = logging.getLogger(__name__)
@@ -200,6 +200,8 @@ class Trial(AbstractContextManager):
             if once_more:
                 why_not, places = rerun.repeats(result, found, as_drawn=True)
             why_not = self._agreed(why_not, shared)
+        if not why_not:
+            set_by_callers(self._called, places)
         [anywhere] = highest([int(shows)], shared, self._device_type)
         draws = rerun.drew()
         rerun.settle(why_not, places)
