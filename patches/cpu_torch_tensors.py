@@ -6,6 +6,8 @@ initialize, the user's forward step) that have nothing else in common.
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType
+
 import torch
 import torch.utils._device
 
@@ -31,6 +33,13 @@ def _factory(original, *args, **kwargs):
 
 for _name in _FACTORIES:
     around(f"torch:{_name}")(_factory)
+
+
+@around("torch.jit._builtins:_find_builtin")
+def _find_builtin(original, fn, *args, **kwargs):
+    """TorchScript knows the operators behind these by the identity of torch's own functions."""
+    found, inside = original(fn, *args, **kwargs), getattr(fn, "__wrapped__", None)
+    return original(inside) if found is None and isinstance(inside, BuiltinFunctionType) else found
 
 
 @around("torch:Tensor.cuda")

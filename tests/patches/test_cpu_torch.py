@@ -42,6 +42,11 @@ def test_a_machine_has_as_many_devices_as_ranks():
     run(counted, 2)
 
 
+def on_the_device_of(like: torch.Tensor) -> torch.Tensor:
+    kept = torch.empty((3,), dtype=torch.long, device=like.device)
+    return torch.zeros_like(kept) + torch.arange(3, device=like.device)
+
+
 def factories():
     sample = torch.ones(2)
     for device in ("cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1), 0, "cpu"):
@@ -58,6 +63,7 @@ def factories():
         layer = torch.nn.Linear(2, 2)
         assert layer.to(device) is layer and layer.to(device=device, dtype=torch.float64).weight.device.type == "cpu"
     assert torch.empty(2, device="meta").is_meta
+    assert torch.jit.script(on_the_device_of)(sample).tolist() == [0, 1, 2]
     with torch.device("meta"):
         assert torch.empty(2).is_meta
     assert sample.to(torch.ones(1, dtype=torch.int32)).dtype is torch.int32 and sample.to("meta").is_meta
