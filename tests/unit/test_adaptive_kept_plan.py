@@ -40,6 +40,14 @@ def test_another_job_is_told_what_differs(tmp_path, name, value):
     assert config is None and f"{name} was {FACTS.get(name)} and is {value}" in why
 
 
+def test_a_model_of_fewer_layers_is_told_so(tmp_path):
+    """Not that its layers are out of range."""
+    target = tmp_path / "plan.yaml"
+    kept_plan.write(target, CONFIG, FACTS)
+    config, why = kept_plan.read(target, {**FACTS, "layers": 2})
+    assert config is None and why.endswith("is not used: layers was 4 and is 2")
+
+
 def test_a_file_without_a_version_is_of_the_first(tmp_path):
     target = tmp_path / "plan.yaml"
     kept_plan.write(target, CONFIG, FACTS)

@@ -82,7 +82,9 @@ def read(source: str | os.PathLike[str], facts: Facts) -> tuple[MemoryConfig | N
     try:
         earlier = None if made_for is None else json.loads(made_for)
         content = yaml.safe_load(text)
-        config = load_memory_config(content, num_layers=layers if isinstance(layers, int) else None)
+        # another number of layers is one of the facts that may differ
+        same = isinstance(earlier, dict) and earlier.get("layers") == layers
+        config = load_memory_config(content, num_layers=layers if same and isinstance(layers, int) else None)
     except (ValueError, yaml.YAMLError, MemoryConfigError, RecursionError) as error:
         return None, f"the plan in {source} is not used: {error}"
     if not isinstance(content, dict):
