@@ -52,7 +52,7 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
         finally:
             group.chunks_of_model = chunks
         work, group.grad_reduce_handle = group.grad_reduce_handle, None
-        return work
+        return _All(work) if isinstance(work, list) else work
 
     chunks = BucketChunks(
         self.module, buffers, now.settings.stage, now.gathering, start_reduction, config.gradient_accumulation_fusion
@@ -61,6 +61,17 @@ def ddp_init(original, self, config, ddp_config, module, disable_bucketing=False
         owner.chunks_of_model = chunks
     chunks.reduce_each = now.settings.reduce_each
     now.add(self, chunks)
+
+
+class _All:
+    """MindSpeed's reduction has a handle for each bucket of the group."""
+
+    def __init__(self, handles):
+        self._handles = handles
+
+    def wait(self):
+        for handle in self._handles:
+            handle.wait()
 
 
 def _agree(buffers):

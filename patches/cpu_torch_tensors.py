@@ -61,7 +61,6 @@ around("torch:Tensor.to")(_to)
 around("torch.nn.modules.module:Module.to")(_to)
 
 
-@around("torch:Tensor.type")
 def _type(original, self, dtype=None, *args, **kwargs):
     """Named as a device's: the optimizers, clip_grads and distrib_optimizer compare with 'torch.cuda.FloatTensor'."""
     if dtype is None:
@@ -70,6 +69,10 @@ def _type(original, self, dtype=None, *args, **kwargs):
     if isinstance(dtype, str):
         dtype = dtype.replace("torch.cuda.", "torch.")
     return original(self, dtype, *args, **kwargs)
+
+
+around("torch:Tensor.type")(_type)
+around("torch.nn.parameter:Parameter.type")(_type)  # MindSpeed gives parameters one of their own
 
 
 def _is_cuda(device) -> bool:

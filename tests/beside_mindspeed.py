@@ -4,7 +4,8 @@ MINDSPEED names a checkout. What it needs besides (acl, triton, torchair) has st
 `cpu`, where torch_npu is one of them and our import brings MindSpeed in as it does on an NPU; or `npu`, the tests'
 accelerator (ACCELERATOR: its library). ORDER is who is imported first: `ours`, `theirs`, or `alone`: MindSpeed without
 us, but for what lets megatron-core train there. The flags are ours, but for --use-distributed-optimizer: with it,
-losses and norms of gradients are compared, after steps of the optimizer.
+losses and norms of gradients are compared, after steps of the optimizer. With RANK, WORLD_SIZE and MASTER_PORT it is
+one of several ranks, data-parallel but for what TP and PP say, where reductions and gathers overlap.
 
 Prints a line of JSON: what was trained before and after MindSpeed's `repatch`, what is wrong with our patches then, and
 what moved or ran again.
@@ -155,11 +156,20 @@ def _trained(device: str, sharded: bool) -> list[str]:
     from tests.models import build_gpt, build_optimizer, train_step
     from tests.worlds import parallel
 
+    layout = {name: int(os.environ.get(name.upper(), 1)) for name in ("tp", "pp")}
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not dist.is_initialized():
-        dist.init_process_group(get_backend(device).collectives, store=dist.HashStore(), rank=0, world_size=1)
+        store = (
+            dist.HashStore()
+            if size == 1
+            else dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, not rank)
+        )
+        dist.init_process_group(get_backend(device).collectives, store=store, rank=rank, world_size=size)
     accelerator = sys.modules.get("tests.accelerator.stand_in")
-    with accelerator.lagging(random=200) if accelerator else contextlib.nullcontext(), parallel():
-        chunks = build_gpt("dropout", layers=2, ddp={"use_distributed_optimizer": True} if sharded else None)
+    with accelerator.lagging(random=200) if accelerator else contextlib.nullcontext(), parallel(**layout):
+        overlap = {"overlap_grad_reduce": size > 1, "overlap_param_gather": size > 1}
+        ddp = {"use_distributed_optimizer": True, **overlap} if sharded else None
+        chunks = build_gpt("dropout", layers=2, ddp=ddp, sequence_parallel=layout["tp"] > 1)
         more = {"micro_batches": 2, "attention_mask": True, "optimizer": build_optimizer(chunks) if sharded else None}
         results = [train_step(chunks, step=step, **more) for step in range(2)]
     digests = []

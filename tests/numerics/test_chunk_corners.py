@@ -27,6 +27,32 @@ def limited():
         yield
 
 
+@contextlib.contextmanager
+def handles_in_lists():
+    """Reductions leave a list of handles, one for each bucket of a group, as MindSpeed's do, and wait for all of it."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    start, finish = Group.start_grad_sync, Group.finish_grad_sync
+
+    def start_grad_sync(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        if self.grad_reduce_handle is not None and not isinstance(self.grad_reduce_handle, list):
+            self.grad_reduce_handle = [self.grad_reduce_handle]
+
+    def finish_grad_sync(self, *args, **kwargs):
+        if self.is_first_batch:
+            self.start_grad_sync()
+        for handle in self.grad_reduce_handle:
+            handle.wait()
+        self.grad_reduce_handle, self.param_gather_dispatched = None, False
+
+    Group.start_grad_sync, Group.finish_grad_sync = start_grad_sync, finish_grad_sync
+    try:
+        yield
+    finally:
+        Group.start_grad_sync, Group.finish_grad_sync = start, finish
+
+
 def resting(policy, **more):
     return {"settings": {"placement": placement(policy)}, "stages": (3,), **more}
 
@@ -73,6 +99,9 @@ CASES = {
     "is called directly": {
         "device": Case(during=is_called_directly, deviates=True, **resting("device")),
         "host": Case(during=is_called_directly, deviates=True, **resting("host")),
+    },
+    "another package's reductions": {
+        "handles in lists": Case(beneath=(handles_in_lists,), ddp={"overlap_grad_reduce": True}),
     },
     "auto": {
         "with a budget": Case(beneath=(limited,), steps=4, **resting("auto:200KiB")),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.accelerator import building
+from tests.examples.jobs import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,12 +24,22 @@ pytestmark = [
 ]
 
 
-def started(*arguments: str) -> subprocess.CompletedProcess:
+def command(*arguments: str, **more: str) -> dict:
     search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK")}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.beside_mindspeed", *arguments]
-    environment = {**clean, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", "ACCELERATOR": str(building.library())}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    environment = {
+        **clean,
+        "PYTHONPATH": search,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATOR": str(building.library()),
+        **more,
+    }
+    args = [sys.executable, "-W", "ignore", "-m", "tests.beside_mindspeed", *arguments]
+    return {"args": args, "cwd": ROOT, "env": environment, "text": True}
+
+
+def started(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(**command(*arguments), capture_output=True, timeout=300)
 
 
 @functools.cache
@@ -36,6 +47,26 @@ def run(*arguments: str) -> dict:
     done = started(*arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@functools.cache
+def two_ranks(layout: str, *arguments: str) -> list[dict]:
+    port = str(free_port())
+    more = {
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "lo",
+        **({layout: "2"} if layout != "DP" else {}),
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [subprocess.Popen(**command("cpu", *arguments, RANK=str(rank), **more), **pipes) for rank in range(2)]
+    try:
+        printed = [rank.communicate(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), printed
+    return [json.loads(out.splitlines()[-1]) for out, _ in printed]
 
 
 @pytest.fixture
@@ -69,6 +100,30 @@ def test_training_keeps_its_bits_and_our_patches_stay(device, order, feature, pl
     assert found["before"] == found["after"] == alone["before"]
     assert not found["lost"] and found["in their list"] == ["mindspeed_mem"] and found["theirs"] >= alone["theirs"]
     assert {"swap": found["moved"], "recompute": found["again"]}.get(feature, True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "order", "feature"),
+    [
+        ("PP", "ours", "swap"),
+        ("PP", "theirs", "recompute"),
+        ("PP", "ours", "cap"),
+        ("PP", "theirs", "zero bubble"),
+        ("TP", "ours", "swap"),
+        ("TP", "theirs", "recompute"),
+        ("DP", "ours", "chunks"),
+        ("DP", "theirs", "chunks on the host"),
+    ],
+)
+def test_two_ranks_keep_their_bits(layout, order, feature, plan):
+    memory = {"swap": ["--memory-config", plan], "recompute": ["--recompute-layers", "all"]}
+    flags = (memory | ALONE)[feature]
+    sharded = [flag for flag in flags if flag == SHARDED]
+    alone, found = two_ranks(layout, "alone", *sharded), two_ranks(layout, order, *flags)
+    for one, other in zip(alone, found, strict=True):
+        assert len(set(one["before"])) == 2 and not other["lost"]
+        assert other["before"] == other["after"] == one["before"]
+        assert {"swap": other["moved"], "recompute": other["again"]}.get(feature, True)
 
 
 @pytest.mark.parametrize(
