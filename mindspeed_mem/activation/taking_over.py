@@ -75,6 +75,7 @@ def use(module: ModuleType | None) -> None:
         "NOTHING": dropped.NOTHING,
         "NO_OPERATOR": NO_OPERATOR,
         "NO_OWNER": micro_batch.NO_OWNER,
+        "PASSED_ON": micro_batch.PASSED_ON,
         "own": own_tensors.own,
         "native": records.native,
         "told_to_stay": own_tensors.told_to_stay,

@@ -15,12 +15,16 @@ from typing import Any
 from torch import nn
 
 from mindspeed_mem.activation import compiled_calls
+from mindspeed_mem.activation.storage.micro_batch import PASSED_ON
 from mindspeed_mem.activation.storage.records import local_of
 
 _EXTERNAL = "ds_external_parameters"
 """On a module under ZeRO-3: tells which parameters of other modules it reads."""
 _ON_THEIR_WAY = "ds_inflight_param_registry"
 """On a model under ZeRO-3: parameters that are being gathered, and what to wait for."""
+
+# ZeRO-3's hooks put an alias in the place of each tensor that a module takes or returns.
+PASSED_ON.extend(("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward"))
 
 _units: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 """Modules that were asked for, and what gathers their weights."""

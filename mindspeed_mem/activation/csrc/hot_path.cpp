@@ -148,6 +148,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"NOTHING", &engine.NOTHING},
         {"NO_OPERATOR", &engine.NO_OPERATOR},
         {"NO_OWNER", &no_owner},
+        {"PASSED_ON", &passed_on},
         {"own", &engine.own},
         {"native", &engine.native},
         {"told_to_stay", &engine.told_to_stay},

@@ -15,18 +15,17 @@
 
 namespace hot {
 
-inline PyObject* no_owner = nullptr;  // `micro_batch.NO_OWNER`
+inline PyObject *no_owner = nullptr, *passed_on = nullptr;  // `micro_batch.NO_OWNER`, `PASSED_ON`
 
 // Whether it is the node of a custom function. Torch does not export their type.
 inline bool of_a_function(const torch::autograd::Node& node) {
   return std::strstr(typeid(node).name(), "autograd6PyNode") != nullptr;
 }
 
-// `micro_batch.PASSED_ON`
+// Whether it is the node of an alias of what an operator takes or returns.
 inline bool is_passed_on(const torch::autograd::Node& node) {
-  if (!of_a_function(node)) return false;
-  const std::string name = node.name();
-  return name == "PreBackwardFunctionForModuleBackward" || name == "PostBackwardFunctionModuleBackward";
+  if (PyList_GET_SIZE(passed_on) == 0 || !of_a_function(node)) return false;
+  return must(PySequence_Contains(passed_on, own(PyUnicode_FromString(node.name().c_str())).get())) != 0;
 }
 
 // `MicroBatch.owner_of`

@@ -137,12 +137,8 @@ def _places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -
         if id(code) not in codes:
             codes.add(id(code))
             named.update(code.co_names, [one for one in code.co_consts if type(one) is str])
-            known = {name: names[name] for name in _globals_in(code) if name in names}
-            _names(known, names, found, seen)
-            for value in (*known.values(), *(value for _, value in held)):
-                if is_a(value, ModuleType) and not _foreign(value.__name__):
-                    there = vars(value)
-                    _names({name: there[name] for name in code.co_names if name in there}, there, found, seen)
+            for there, known in _in_modules(code, names, held):
+                _names(known, there, found, seen)
             found += _cells(code)
         for name, value in held:
             _visit(changeable.argument_or(value), f"{code.co_name}'s {name}", found, seen, 0)
@@ -153,22 +149,27 @@ def set_by_callers(called: Called, known: dict[Changeable, bool]) -> None:
     """Adds to ``known``, see `changeable.set_around`, what the functions that ran name in modules: functions and plain
     values. Whoever calls the operator may have put others there for that long, as ms-swift's layers do with the rotary
     embedding."""
-    there: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    for code, names, held in called.found.values():
-        of_modules = [(names, _globals_in(code))]
-        for value in (*(names.get(name) for name in of_modules[0][1]), *(value for _, value in held)):
-            if is_a(value, ModuleType) and not _foreign(value.__name__):
-                of_modules.append((vars(value), code.co_names))
-        for module, wanted in of_modules:
-            _, keys = there.setdefault(id(module), (module, {}))
-            keys.update((key, None) for key in wanted if key in module and _is_plain_or_callable(module[key]))
-    for module, keys in there.values():
+    of_modules: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+    for call in called.found.values():
+        for names, named in _in_modules(*call):
+            _, keys = of_modules.setdefault(id(names), (names, {}))
+            keys.update((key, None) for key, one in named.items() if is_a(one, PLAIN_KINDS) or callable(one))
+    for names, keys in of_modules.values():
         if keys:
-            changeable.set_around(module, list(keys), known)
+            changeable.set_around(names, list(keys), known)
 
 
-def _is_plain_or_callable(value: Any) -> bool:
-    return is_a(value, PLAIN_KINDS) or callable(value)
+def _in_modules(
+    code: CodeType, names: dict[str, Any], held: list[tuple[str, Any]]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The module's own names (``names``) and those of other modules that a function names or holds, each with what the
+    function names in it."""
+    known = {name: names[name] for name in _globals_in(code) if name in names}
+    yield names, known
+    for value in (*known.values(), *(value for _, value in held)):
+        if is_a(value, ModuleType) and not _foreign(value.__name__):
+            there = vars(value)
+            yield there, {name: there[name] for name in code.co_names if name in there}
 
 
 def _may_be_reached(name: str, named: set[str]) -> bool:

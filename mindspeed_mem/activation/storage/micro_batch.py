@@ -22,9 +22,9 @@ from mindspeed_mem.activation.storage.records import COPYING, DEVICE, HOST, Owne
 
 NO_OWNER = (-1, "", 0)  # layer, operator, number of what was allocated before this micro-batch's first operator
 
-PASSED_ON = ("PreBackwardFunctionForModuleBackward", "PostBackwardFunctionModuleBackward")
-"""Nodes of what an operator passes on as it got it: DeepSpeed's ZeRO-3 puts an alias, made outside of all operators, in
-place of each tensor that a module takes or returns."""
+PASSED_ON: list[str] = []
+"""Names of the nodes of aliases that somebody makes, outside of all operators, of what these take and return: such an
+alias is its operator's as what it stands for is. Who knows of any adds them."""
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
 
@@ -97,7 +97,7 @@ class MicroBatch:
         node = base.grad_fn
         if node is None:
             return NO_OWNER if base.requires_grad else self.running[-1]
-        while type(node).__name__ in PASSED_ON:
+        while PASSED_ON and type(node).__name__ in PASSED_ON:
             below = node.next_functions[0][0]
             if below is None or type(below).__name__ == "AccumulateGrad":  # a leaf
                 return NO_OWNER
