@@ -85,6 +85,8 @@ def configure(args: Namespace | Mapping[str, Any]) -> None:
     given = vars(_State.given)
     merged = {**given, **args} if isinstance(args, Mapping) else Namespace(**{**given, **vars(args)})
     settings = _check(merged)
+    if isinstance(args, Mapping) and os.environ.get("RANK", "0") == "0" and (line := features.nothing_of_ours(args)):
+        logger.warning(line)
     _refuse_beside_attached(settings)
     _apply(settings)
     _start_engine(settings)

@@ -415,6 +415,15 @@ def _misspelt(args: Mapping[str, Any]) -> list[str]:
     return [f"{key!r} is not a setting; did you mean {match[0]!r}?" for key, match in near.items() if match]
 
 
+def nothing_of_ours(args: Mapping[str, Any]) -> str:
+    """What to say of a mapping none of whose keys is a setting; empty if it has any, or says nothing."""
+    ours = [f.dest for f in FEATURES]
+    if not args or not args.keys().isdisjoint(ours):
+        return ""
+    given = ", ".join(map(repr, [*args][:4])) + ", ..." * (len(args) > 4)
+    return f"configure: none of the keys given ({given}) is a setting of mindspeed_mem; allowed: {', '.join(ours)}"
+
+
 def _known() -> set[str]:
     """Our settings, and those of others that we know."""
     theirs = (option.dest for f in FEATURES for option in (*f.needs, *f.bars))

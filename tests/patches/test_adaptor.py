@@ -270,6 +270,18 @@ def test_a_script_that_forgets_to_configure_is_told_so(swap_file):
     assert errors.count("the script never called megatron_adaptor.configure(args)") == 1
 
 
+def test_a_mapping_without_a_setting_of_ours_is_told_once_on_rank_0():
+    code = """
+        import mindspeed_mem.megatron_adaptor as mem
+        mem.configure({"max_in_flight": 2})
+        mem.configure({"device": "cpu", "hidden_size": 64})  # may hold what is another's, too
+        mem.configure({})
+    """
+    said = "configure: none of the keys given ('max_in_flight') is a setting of mindspeed_mem; allowed: device, "
+    for rank in ("0", "1"):
+        assert python(code, environment={"RANK": rank})[1].count(said) == (rank == "0")
+
+
 LOST = """
     import sys
     import mindspeed_mem.megatron_adaptor
