@@ -154,7 +154,7 @@ def test_an_exception_leaves_the_failing_rank_at_once(split):
 def trains_again() -> tuple[list[str], bool]:
     """What ends a first training, and whether a second one, in a pipeline made anew, has Megatron's own gradients.
 
-    What stage 0 has sent for its first pass stays on its way: stage 1 has failed by then.
+    Both stages fail in a pass: what stage 1 has asked for, and stage 0 has not sent yet, stays on its way.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
