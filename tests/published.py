@@ -3,9 +3,12 @@
 - FULL: everything recomputed. TFLOP/s of a device, table 1 of arXiv 2104.04473 (2021-04), FLOPs by its formula, which
   counts what is recomputed; micro-batches, batches and virtual stages from Megatron-LM's
   examples/academic_paper_scripts/sc21/run_table_1.sh (core_v0.16.1).
+- UNSEEN: table 2 of the same paper, the rows with pipelines. The speeds in the table of devices were chosen without
+  them. How many virtual stages they had is not said: one here.
 - SELECTIVE: sequence parallelism and core attention recomputed. Model FLOPs as a share of 312 TFLOP/s, Megatron-LM's
   README (tag 23.04); shapes and batches of arXiv 2205.05198 (2022-05).
-Read 2026-11-22. The second paper could not be opened: its shapes are from memory, borne out by its step times, from
+Read 2026-11-22, table 2 on 2026-11-29. Degrees of parallelism were "picked using heuristics" (section 5.1), without a
+search. The second paper could not be opened: its shapes are from memory, borne out by its step times, from
 memory as well (1.10, 13.75, 37.83, 71.49 s), which follow from them and the shares by its FLOP formula within 0.3 %.
 """
 
@@ -76,6 +79,7 @@ class Row(NamedTuple):
             micro_batches=self.batch // data // self.micro_batch,
             sequence_parallel=self.selective,
             grad_bytes=2,  # fp16
+            widened_bytes=4,
             overlap=False,
         )
 
@@ -97,6 +101,16 @@ FULL = (
     Row("310.1B", 96, 16384, 128, 8, 16, 2, 1, 2160, 1920, 155),
     Row("529.6B", 105, 20480, 128, 8, 35, 3, 1, 2520, 2520, 163),
     Row("1008B", 128, 25600, 160, 8, 64, 1, 1, 3072, 3072, 163),
+)
+_175B, _530B = (12, 1, 1, 1536), (35, 1, 1, 2240)
+"""Pipeline stages, virtual stages, micro-batch, batch."""
+UNSEEN = tuple(
+    Row(f"{name} on {devices}", layers, hidden, heads, 8, *split, devices, reached)
+    for name, layers, hidden, heads, split, runs in (
+        ("175B", 96, 12288, 96, _175B, ((384, 153), (768, 149), (1536, 141))),
+        ("530B", 105, 20480, 128, _530B, ((560, 171), (1120, 167), (2240, 159))),
+    )
+    for devices, reached in runs
 )
 SELECTIVE = (
     Row("22B", 48, 6144, 64, 8, 1, 1, 4, 4, 8, 41.5, True),

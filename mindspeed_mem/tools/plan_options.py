@@ -515,6 +515,7 @@ def _states(given: argparse.Namespace, split: Degrees, stage: int, wrong: list[s
     return dataclasses.replace(
         split,
         grad_bytes=2 if small else 4,
+        widened_bytes=4 if small and not given.use_precision_aware_optimizer else 0,
         state_bytes=sum(_PRECISIONS[getattr(given, name) or "fp32"] for name in names),
         chunk_zero_stage=stage,
         on_device=1.0 if given.placement_policy is None else _on_device(given.placement_policy, stage, wrong),

@@ -241,6 +241,38 @@ def test_states_take_what_their_types_and_chunks_say(planned):
         assert static(planned, words + more) == pytest.approx(each * parameters, rel=1e-6, abs=1), more
 
 
+def test_gradients_of_16_bits_are_copied_for_the_step(planned):
+    """Bytes of a parameter in the optimizer's step, by Megatron's docs/user-guide/features/dist_optimizer.md."""
+    size = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 50304 --seq-length 1024"
+    line = f"{size} --max-position-embeddings 1024 --global-batch-size 4 --micro-batch-size 1"
+    ours = ["--device-memory-gib", "100", "--data-parallel-size", "4"]
+
+    def step(more):
+        status, profile, printed = planned([*ours, "--megatron", f"{line} {more}"])
+        assert status == 0, printed
+        (stage,) = profile.problem.stages
+        return stage.in_step_bytes
+
+    parameters = step("--bf16") / 18
+    split = " --use-distributed-optimizer"
+    documented = {"--fp16": 20, "--bf16 --grad-reduce-in-bf16": 20, "--fp16" + split: 4 + 16 / 4}
+    assert {more: step(more) / parameters for more in documented} == pytest.approx(documented, rel=1e-6)
+    aware = " --use-precision-aware-optimizer --main-grads-dtype bf16"
+    assert step("--bf16" + split + aware) == pytest.approx(
+        parameters * (4 + 12 / 4), rel=1e-6
+    )  # takes them as they are
+
+
+def test_a_step_that_does_not_fit_is_refused(planned):
+    words = "--model gpt2 --micro-batch-size 1 --global-batch-size 1 --data-parallel-size 1 --grad-reduce-in-bf16"
+    words += " --reserve-gib 0 --device-memory-gib"
+    assert planned([*words.split(), "2.4"])[0] == 0
+    status, _, printed = planned([*words.split(), "2.2"])
+    assert status == 1
+    assert "held there, the largest first: parameters, gradients and optimizer states 1." in printed
+    assert "32-bit copies of gradients in the optimizer's step 0.4" in printed
+
+
 @pytest.mark.parametrize(
     "words, reason",
     [

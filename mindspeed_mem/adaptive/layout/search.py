@@ -204,7 +204,7 @@ def raised_bound(problem: Problem) -> float:
 
 def _held(problem: Problem) -> int:
     """What is there whatever a plan does."""
-    return max(stage.fixed_bytes for stage in problem.stages)
+    return max(max(stage.fixed_bytes, stage.in_step_bytes) for stage in problem.stages)
 
 
 def _without_recompute(problem: Problem) -> Problem:

@@ -159,10 +159,17 @@ class Stage:
     `PlannedOperator.forward_temporary_bytes`, that much less is held. 0: nobody knows, and all is held at any time."""
     step_seconds: float = 0.0
     """Once per step, outside the passes: reductions, optimizer."""
+    step_bytes: int = 0
+    """What the optimizer's step holds on top of `static_bytes`, when all passes are over."""
+
+    @property
+    def in_step_bytes(self) -> int:
+        """Held in the optimizer's step, whatever is planned."""
+        return self.static_bytes + self.step_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """What is there whatever runs and whatever is planned."""
+        """What is there whatever pass runs and whatever is planned."""
         return self.static_bytes + self.temporary_bytes - self.operator_temporary_bytes
 
 

@@ -421,6 +421,7 @@ def _stage(
     mine += [*range(shape.num_layers, shape.num_layers + len(ahead))] * last
     parameters, routed = _parameters([sizes[layer] for layer in mine], shape, split, first, last)
     state = parameters * split.bytes_per_parameter + routed * split.bytes_on(split.expert_data)
+    widened = parameters * split.widened_on(split.data * split.context) + routed * split.widened_on(split.expert_data)
     copies = 2 * (parameters + routed) * (shape.fp8 and not shape.fp8_params)  # for products forward and backward
     running: list[PlannedOperator | Outside] = [one for kind in kinds.values() for one in kind.operators]
     running += [end for part in made for end in (part.before, part.after)]
@@ -435,6 +436,7 @@ def _stage(
         temporary_bytes=temporary + gathered,
         operator_temporary_bytes=temporary,
         step_seconds=step,
+        step_bytes=round(widened),
     )
 
 

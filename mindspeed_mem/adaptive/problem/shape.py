@@ -153,7 +153,9 @@ class Degrees:
     grad_bytes: int = 4
     """Of a gradient as it is added up and reduced,"""
     state_bytes: int = 12
-    """and of the optimizer's states of a parameter with its master copy."""
+    """of the optimizer's states of a parameter with its master copy,"""
+    widened_bytes: int = 0
+    """and of the copy of a gradient that the optimizer makes for its step alone: it works in 32 bits."""
     chunk_zero_stage: int = 0
     """What chunks split over data-parallel ranks: from 1 on states, from 2 gradients, from 3 parameters."""
     reduce_each: bool = False
@@ -206,6 +208,10 @@ class Degrees:
         sizes = {1: self.state_bytes, 2: self.grad_bytes, 3: ELEMENT}
         parts = [self.on_device * size / ranks if number <= stage else size for number, size in sizes.items()]
         return sum(parts)
+
+    def widened_on(self, ranks: int) -> float:
+        """`widened_bytes`, likewise."""
+        return self.widened_bytes * self.on_device / (ranks if self.distributed_optimizer else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

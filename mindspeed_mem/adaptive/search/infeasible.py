@@ -9,6 +9,7 @@ from mindspeed_mem.adaptive.problem.definition import GIB, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, SWAP, Plan, under
 
 STATIC = "parameters, gradients and optimizer states"
+IN_STEP = "32-bit copies of gradients in the optimizer's step"
 WAITING = "what waits for gradients of weights"
 
 
@@ -40,6 +41,8 @@ def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, 
     """Who holds how many of the bytes of a stage's peak."""
     problem = under(problem, plan)
     stage = problem.stages[number]
+    if peak == stage.in_step_bytes:
+        return {STATIC: stage.static_bytes, IN_STEP: stage.step_bytes}
     short = stage.fixed_bytes - stage.static_bytes  # what operators take for a short time is with the layers at work
     held = {STATIC: stage.static_bytes, "temporaries": short, "layer inputs, head and loss": 0}
     counts, waits = max(problem.held[number], key=lambda one: (sum(map(sum, one)), one))

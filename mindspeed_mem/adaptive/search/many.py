@@ -173,7 +173,8 @@ class ManyTracks:
         for kind in self._kinds_of(self._whole):
             highest = numpy.maximum(highest, held + kind.highest)
             held = held + kind.net
-        return highest + (self._stage.static_bytes + self._stage.temporary_bytes)
+        highest = highest + (self._stage.static_bytes + self._stage.temporary_bytes)
+        return numpy.maximum(highest, self._stage.in_step_bytes)
 
     @property
     def _state(self) -> tuple[Array, Array, Array, Array, Array]:

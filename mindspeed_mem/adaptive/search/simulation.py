@@ -190,7 +190,8 @@ class StageTrack:
         held = self._scripts if whole is order else self._scripts_of(whole, most)
         self.late = 0 if self._blocking or not window else min(window, host_bytes(problem, number, plan))
         highest = _most_held(held, -stage.operator_temporary_bytes)
-        self.peak = stage.static_bytes + stage.temporary_bytes + highest + self.late
+        in_passes = stage.static_bytes + stage.temporary_bytes + highest + self.late
+        self.peak = max(in_passes, stage.in_step_bytes)
         self.spans: list[Span] = []
         self.stall = 0.0
         self._now, self._streams = 0.0, _IDLE
