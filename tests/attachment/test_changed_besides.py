@@ -26,6 +26,7 @@ from tests.attachment.plain_models import same
 PARTS = {"recompute_config": {"select_recompute": {"part": True}}}
 THIS = sys.modules[__name__]
 mean = torch.zeros(())
+package = types.ModuleType("package")
 
 
 class Class:
@@ -102,6 +103,18 @@ def of_a_file():
     def count(part, x):
         THIS.runs += 1
         return THIS.runs
+
+    return count
+
+
+def of_a_file_in_a_package():
+    THIS.package = types.ModuleType("package")
+    package.inside = types.ModuleType("package.inside")
+    package.inside.runs = 0
+
+    def count(part, x):
+        package.inside.runs += 1
+        return package.inside.runs
 
     return count
 
@@ -249,6 +262,7 @@ WAYS = {
             tensor_put_in_its_place,
             of_a_class,
             of_a_file,
+            of_a_file_in_a_package,
             of_a_function,
             default_argument,
             argument,

@@ -1,80 +1,153 @@
-"""What whoever calls an operator puts into a module for as long as it runs, as ms-swift's layers do with Megatron's
-rotary embedding, is there when the operator runs again, and nowhere else."""
+"""What whoever calls an operator sets for as long as it runs, as ms-swift's layers do with Megatron's rotary embedding
+and peft with hooks, is there when the operator runs again, and nowhere else."""
 
 import contextlib
 import gc
 import sys
+import types
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import mindspeed_mem
-from tests.attachment.plain_models import same
+from tests.attachment.plain_models import TEXT, same
 
 THIS = sys.modules[__name__]
 PLANS = {
     "part": {"recompute_config": {"select_recompute": {"part": True}}},
     "whole": {"recompute_config": {"recompute": True}},
 }
-factor = 1.0
+factor, factors, table = 1.0, [1.0], {"factor": 1.0}
+options = types.SimpleNamespace(deep=types.SimpleNamespace(factor=1.0))
+package = types.ModuleType("package")
+package.inside = types.ModuleType("package.inside")
+package.inside.turned = torch.sin
 
 
 def turned(x):
     return x.sin()
 
 
-THE_OTHER = turned
-
-
-def by_name(x):
-    return turned(x)
-
-
-def by_module(x):
-    return THIS.turned(x)
-
-
-def by_number(x):
-    return (x * factor).sin()
+def turned_in_a_package(part, x):
+    return package.inside.turned(x)
 
 
 class Part(nn.Module):
+    factor = 1.0
+
     def __init__(self, read):
         super().__init__()
-        self.linear, self.read = nn.Linear(8, 8), read
+        self.linear, self.empty, self.read = nn.Linear(8, 8), nn.Identity(), read
+        self.config, self.bent, self.tensor = types.SimpleNamespace(factor=1.0), torch.sin, torch.ones(())
+
+    def turned(self, x):
+        return x.sin()
 
     def forward(self, x):
-        return self.read(self.linear(x))
+        return self.read(self, self.linear(x))
+
+
+def other(scale):
+    """Made anew for each call."""
+    return lambda *given: (given[-1] * scale).cos()
 
 
 @contextlib.contextmanager
-def others(block):
-    """In place of what is there: functions made anew for each call, which hold the block."""
-    before = turned, factor
-    THIS.turned, THIS.factor = (lambda x: (x * block.scale).cos()), block.scale
+def hooked(module, scale):
+    handle = module.register_forward_pre_hook(lambda _, given: (given[0] * scale,))
     try:
         yield
     finally:
-        THIS.turned, THIS.factor = before
+        handle.remove()
+
+
+WAYS = {
+    "function": (lambda part, x: turned(x), lambda part, scale: patch.object(THIS, "turned", other(scale))),
+    "function by its module": (
+        lambda part, x: THIS.turned(x),
+        lambda part, scale: patch.object(THIS, "turned", other(scale)),
+    ),
+    "function in a package": (
+        turned_in_a_package,
+        lambda part, scale: patch.object(package.inside, "turned", other(scale)),
+    ),
+    "torch's function": (
+        lambda part, x: functional.softsign(x),
+        lambda part, scale: patch.object(functional, "softsign", other(scale)),
+    ),
+    "method": (lambda part, x: part.turned(x), lambda part, scale: patch.object(Part, "turned", other(scale))),
+    "function of a module": (
+        lambda part, x: part.bent(x),
+        lambda part, scale: patch.object(part, "bent", other(scale)),
+    ),
+    "number": (lambda part, x: (x * factor).sin(), lambda part, scale: patch.object(THIS, "factor", scale)),
+    "list": (lambda part, x: (x * factors[0]).sin(), lambda part, scale: patch.object(THIS, "factors", [scale])),
+    "what a list has": (lambda part, x: (x * factors[0]).sin(), lambda part, scale: in_place(factors, scale)),
+    "dictionary": (lambda part, x: (x * table["factor"]).sin(), lambda part, scale: patch.dict(table, factor=scale)),
+    "tensor": (
+        lambda part, x: (x * part.tensor).sin(),
+        lambda part, scale: patch.object(part, "tensor", torch.tensor(scale)),
+    ),
+    "class": (lambda part, x: (x * part.factor).sin(), lambda part, scale: patch.object(Part, "factor", scale)),
+    "configuration": (
+        lambda part, x: (x * part.config.factor).sin(),
+        lambda part, scale: patch.object(part.config, "factor", scale),
+    ),
+    "object in another": (
+        lambda part, x: (x * options.deep.factor).sin(),
+        lambda part, scale: patch.object(options, "deep", types.SimpleNamespace(factor=scale)),
+    ),
+    "hook": (lambda part, x: part.empty(x).sin(), lambda part, scale: hooked(part.empty, scale)),
+}
+
+
+@contextlib.contextmanager
+def in_place(values, scale):
+    before = values[:]
+    values[0] = scale
+    try:
+        yield
+    finally:
+        values[:] = before
+
+
+def all_that_is_set(model):
+    """Which objects there are, and their values."""
+    part = model.blocks[0].part
+    alike = (
+        turned,
+        package.inside.turned,
+        functional.softsign,
+        Part.turned,
+        part.bent,
+        part.tensor,
+        factors,
+        options.deep,
+    )
+    counts = [len(block.part.empty._forward_pre_hooks) for block in model.blocks]
+    return [*map(id, alike), factor, *factors, table["factor"], Part.factor, part.config.factor, *counts]
 
 
 class Block(nn.Module):
-    def __init__(self, read, scale):
+    def __init__(self, way, scale):
         super().__init__()
+        read, self.around = WAYS[way]
         self.part, self.scale = Part(read), scale
 
     def forward(self, x):
-        with others(self) if self.scale else contextlib.nullcontext():
+        with self.around(self.part, self.scale) if self.scale else contextlib.nullcontext():
             x = x + self.part(x)
         return x * x
 
 
 class Model(nn.Module):
-    def __init__(self, read):
+    def __init__(self, way):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(read, scale) for scale in (0.5, 0.0, 2.0))
+        self.blocks = nn.ModuleList(Block(way, scale) for scale in (0.5, 0.0, 2.0))
 
     def forward(self, x):
         for block in self.blocks:
@@ -82,16 +155,18 @@ class Model(nn.Module):
         return x
 
 
-def trained(read, plan):
+def trained(way, plan, before_each_step=lambda step, model: None):
     """Three steps, of two forwards before their backward; bytes that were recomputed; what is left of the model."""
     torch.manual_seed(3)
-    model, found, recomputed = Model(read), [], 0
+    model, found, recomputed = Model(way), [], 0
+    then = all_that_is_set(model)
     attached = mindspeed_mem.attach(model, plan) if plan else None
-    for _ in range(3):
+    for step in range(3):
+        before_each_step(step, model)
         losses = [model(torch.randn(4, 8)).mean() for _ in range(2)]
         sum(losses).backward()
         found += [*(loss.detach() for loss in losses), *(one.grad.clone() for one in model.parameters())]
-        assert (turned is THE_OTHER, factor) == (True, 1.0)
+        assert all_that_is_set(model) == then
     if attached is not None:
         recomputed = attached.engine.report().recomputed_bytes
         attached.detach()
@@ -102,9 +177,40 @@ def trained(read, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("read", [by_name, by_module, by_number])
-def test_a_second_run_finds_it(read, plan, caplog):
-    plain, *_ = trained(read, None)
-    found, recomputed, model = trained(read, PLANS[plan])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_run_finds_it(way, plan, caplog):
+    plain, *_ = trained(way, None)
+    found, recomputed, model = trained(way, PLANS[plan])
     assert same(found, plain)
     assert recomputed and "no effect" not in caplog.text and model is None
+
+
+@pytest.mark.parametrize("way", ["number", "function"])
+def test_it_may_be_set_later_only(way):
+    def warm_up(step, model):
+        for block in model.blocks:
+            block.scale = 0.5 * step
+
+    assert same(trained(way, PLANS["part"], warm_up)[0], trained(way, None, warm_up)[0])
+
+
+def test_peft_sets_where_its_adapters_begin_by_hooks():
+    """In a model whose adapters begin at certain tokens (aLoRA), only hooks tell its layers in which place."""
+    hf, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+
+    def trained(plan):
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=31, num_hidden_layers=2, **shape))
+        begins = {"alora_invocation_tokens": TEXT[0, 3:5].tolist(), "init_lora_weights": False}
+        model = peft.get_peft_model(model, peft.LoraConfig("CAUSAL_LM", target_modules=["q_proj", "v_proj"], **begins))
+        attached = mindspeed_mem.attach(model, plan) if plan else None
+        loss = model(TEXT, labels=TEXT, use_cache=False).loss
+        loss.backward()
+        recomputed = attached.engine.report().recomputed_bytes if attached is not None else 0
+        if attached is not None:
+            attached.detach()
+        return [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)], recomputed
+
+    (plain, _), (found, recomputed) = trained(None), trained({"recompute_config": {"recompute": True}})
+    assert recomputed and same(found, plain)

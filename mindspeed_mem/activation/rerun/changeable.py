@@ -170,10 +170,12 @@ def cell(name: str, function: Callable[[], Any], index: int) -> Changeable:
     return Changeable(name, read, write, _is)
 
 
-def global_variables(names: dict[str, Any], keys: list[str]) -> Changeable:
-    """Those of these names, which may come and go."""
+def variables(name: str, get: Callable[[], dict[str, Any] | None], keys: list[str]) -> Changeable:
+    """Those of these names in a dictionary, which may come and go."""
 
     def write(earlier: dict) -> None:
+        if (names := get()) is None:
+            return
         for key, value in earlier.items():
             if value is ABSENT:
                 names.pop(key, None)
@@ -181,24 +183,10 @@ def global_variables(names: dict[str, Any], keys: list[str]) -> Changeable:
                 names[key] = value
 
     def read() -> dict:
+        names = get() or {}
         return {key: names.get(key, ABSENT) for key in keys}
 
-    return Changeable(f"{names.get('__name__')}.{keys[0]}", read, write, _same_values)
-
-
-def set_around(names: dict[str, Any], keys: list[str], known: dict[Changeable, bool]) -> None:
-    """Adds those of these names to ``known``, as what a first run has found. Where a second run finds the same, nobody
-    sets them around the operator alone: they are taken out again, so that later runs need not look."""
-    variables = global_variables(names, keys)
-
-    def write(earlier: dict) -> None:
-        if variables.same(variables.read(), earlier):
-            known.pop(found_first, None)
-        else:
-            variables.write(earlier)
-
-    found_first = variables._replace(write=write)
-    known[found_first] = True
+    return Changeable(name, read, write, _same_values)
 
 
 def class_attributes(name: str, get: Callable[[], Any], keys: list[str]) -> Changeable:

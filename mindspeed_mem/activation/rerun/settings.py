@@ -61,7 +61,7 @@ def kinds_of(modules: Iterable[torch.nn.Module], before: Iterable[Kind] = ()) ->
 def _kind_of(module: torch.nn.Module, attributes: dict[str, Any], before: Kind | None) -> Kind:
     if before is None:
         before = Kind(weakref.ref(module), (), True, (), None, _NO_SETTINGS, ())
-    new = [name for name, value in attributes.items() if name not in before.seen and _is_setting(value)]
+    new = [name for name, value in attributes.items() if name not in before.seen and is_setting(value)]
     children, places = attributes.get("_modules"), (attributes.get("_parameters"), attributes.get("_buffers"))
     with_tensors = before.with_tensors and all(isinstance(place, dict) for place in places)  # TorchScript's are others
     seen = before.seen.union(attributes)
@@ -73,7 +73,7 @@ def _with_children(kind: Kind, children: dict[str, torch.nn.Module | None]) -> K
     return kind._replace(children=tuple(map(id, dict.values(children))), names_of_children=tuple(dict.keys(children)))
 
 
-def _is_setting(value: Any) -> bool:
+def is_setting(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) in (list, tuple) and PLAIN.issuperset(map(type, value)))
 
 
@@ -125,7 +125,7 @@ def note(kinds: Iterable[Kind]) -> list[Noted]:
 
 
 def _noted(value: Any) -> Any:
-    if value is not ABSENT and not _is_setting(value):
+    if value is not ABSENT and not is_setting(value):
         return UNKNOWN
     return list(value) if type(value) is list else value  # what others append to it is none of this, and may be large
 
@@ -184,7 +184,7 @@ def as_of(noted: Sequence[Noted]) -> Iterator[None]:
                 children = attributes["_modules"]
                 stack.callback(_set_all, children, dict(children))
                 _set_all(children, dict(zip(kind.names_of_children, map(modules.get, kind.children), strict=True)))
-            for name in [name for name in attributes if name not in kind.seen and _is_setting(attributes[name])]:
+            for name in [name for name in attributes if name not in kind.seen and is_setting(attributes[name])]:
                 del attributes[name]
             for name, then in zip(kind.names, values, strict=True):
                 if not _same(attributes.get(name, ABSENT), then):
@@ -202,7 +202,7 @@ def as_of(noted: Sequence[Noted]) -> Iterator[None]:
 def _same(value: Any, then: Any) -> bool:
     if value is then or then is UNKNOWN:
         return True
-    if type(value) is not type(then) or not _is_setting(value):
+    if type(value) is not type(then) or not is_setting(value):
         return False
     if type(value) in (list, tuple):
         return len(value) == len(then) and (all(map(is_, value, then)) or all(map(_same, value, then)))

@@ -42,7 +42,7 @@ FOREIGN: list[str] = []
 """Beginnings of the names of more modules whose functions and objects belong to no operator."""
 _OF_A_MODULE = OF_ANY_MODULE - {"training", "_buffers"}
 _CONTAINERS = {dict, list, set, deque, Counter, OrderedDict, defaultdict}
-_OBJECTS = {SimpleNamespace, Namespace, threading.local}
+OBJECTS = {SimpleNamespace, Namespace, threading.local}
 _BYTES = {bytearray, array.array}
 _NOT_LOOKED_INTO = (*PLAIN_KINDS, type, torch.autograd.function.FunctionCtx)
 _NO_ARGUMENTS = (*_NOT_LOOKED_INTO, torch.Tensor, tuple)
@@ -103,7 +103,7 @@ class Called:
 def _whose(module: Any) -> int:
     if module == "torch._dynamo.convert_frame":
         return _COMPILER
-    return _OTHERS if _foreign(module) else _MODEL
+    return _OTHERS if is_foreign(module) else _MODEL
 
 
 def _left_out(kind: type) -> bool:
@@ -137,7 +137,7 @@ def _places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -
         if id(code) not in codes:
             codes.add(id(code))
             named.update(code.co_names, [one for one in code.co_consts if type(one) is str])
-            for there, known in _in_modules(code, names, held):
+            for there, known in in_modules(code, names, held):
                 _names(known, there, found, seen)
             found += _cells(code)
         for name, value in held:
@@ -145,31 +145,23 @@ def _places_of(modules: Iterable[torch.nn.Module], state: Any, called: Called) -
     return [place for place in found if place.write is not changeable.never or _may_be_reached(place.name, named)]
 
 
-def set_by_callers(called: Called, known: dict[Changeable, bool]) -> None:
-    """Adds to ``known``, see `changeable.set_around`, what the functions that ran name in modules: functions and plain
-    values. Whoever calls the operator may have put others there for that long, as ms-swift's layers do with the rotary
-    embedding."""
-    of_modules: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    for call in called.found.values():
-        for names, named in _in_modules(*call):
-            _, keys = of_modules.setdefault(id(names), (names, {}))
-            keys.update((key, None) for key, one in named.items() if is_a(one, PLAIN_KINDS) or callable(one))
-    for names, keys in of_modules.values():
-        if keys:
-            changeable.set_around(names, list(keys), known)
-
-
-def _in_modules(
-    code: CodeType, names: dict[str, Any], held: list[tuple[str, Any]]
+def in_modules(
+    code: CodeType, names: dict[str, Any], held: list[tuple[str, Any]], foreign: bool = False
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The module's own names (``names``) and those of other modules that a function names or holds, each with what the
-    function names in it."""
+    """The module's own names (``names``) and those of other modules that a function names or holds, by themselves or in
+    another one, each with what the function names in it. ``foreign``: also those that belong to no operator."""
     known = {name: names[name] for name in _globals_in(code) if name in names}
     yield names, known
-    for value in (*known.values(), *(value for _, value in held)):
-        if is_a(value, ModuleType) and not _foreign(value.__name__):
+    seen: set[int] = set()
+    left = deque((*known.values(), *(value for _, value in held), *map(sys.modules.get, _imported_by(code))))
+    while left:
+        value = left.popleft()
+        if is_a(value, ModuleType) and id(vars(value)) not in seen and (foreign or not is_foreign(value.__name__)):
             there = vars(value)
-            yield there, {name: there[name] for name in code.co_names if name in there}
+            seen.add(id(there))
+            known = {name: there[name] for name in code.co_names if name in there}
+            yield there, known
+            left.extend(known.values())
 
 
 def _may_be_reached(name: str, named: set[str]) -> bool:
@@ -180,17 +172,30 @@ def _may_be_reached(name: str, named: set[str]) -> bool:
 
 
 @lru_cache(4096)
+def _names_in(code: CodeType, *operations: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one.argval for one in dis.get_instructions(code) if one.opname in operations))
+
+
 def _globals_in(code: CodeType) -> tuple[str, ...]:
     """Those of its names that are no attributes."""
-    wanted = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
-    return tuple(dict.fromkeys(one.argval for one in dis.get_instructions(code) if one.opname in wanted))
+    return _names_in(code, "LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
+
+
+def _imported_by(code: CodeType) -> tuple[str, ...]:
+    """Modules, by their whole names, that it imports each time."""
+    return _names_in(code, "IMPORT_NAME")
+
+
+def stored_by(code: CodeType) -> tuple[str, ...]:
+    """The names of globals and attributes that it sets."""
+    return _names_in(code, "STORE_GLOBAL", "STORE_ATTR", "STORE_NAME")
 
 
 def _names(known: dict[str, Any], names: dict[str, Any], found: list[Changeable], seen: _Seen) -> None:
     """Those of ``names`` that a function names."""
     rebound = [name for name, value in known.items() if is_a(value, REBOUND)]
     if rebound:
-        found.append(changeable.global_variables(names, rebound))
+        found.append(changeable.variables(f"{names.get('__name__')}.{rebound[0]}", lambda: names, rebound))
     for name in known:
         _visit(partial(names.get, name), f"{names.get('__name__')}.{name}", found, seen, 0)
 
@@ -244,9 +249,9 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
         seen.add(id(value))
         found.append(Changeable(name, lambda: None, changeable.never, is_))
     elif kind is FunctionType:
-        if vars(value) and not _foreign(value.__module__):
+        if vars(value) and not is_foreign(value.__module__):
             _attributes(get, name, found, seen, depth)
-    elif kind in _CONTAINERS or (is_a(value, (dict, list, set, deque)) and not _foreign(kind.__module__)):
+    elif kind in _CONTAINERS or (is_a(value, (dict, list, set, deque)) and not is_foreign(kind.__module__)):
         if kind not in _CONTAINERS:
             _attributes(get, name, found, seen, depth)
             _class(kind, found, seen, depth)
@@ -261,9 +266,9 @@ def _visit(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
     elif is_a(value, tuple):
         for index in range(tuple.__len__(value)):
             _visit(partial(changeable.item, get, index), f"{name}[{index}]", found, seen, depth + 1)
-    elif kind in _OBJECTS:
+    elif kind in OBJECTS:
         _attributes(get, name, found, seen, depth)
-    elif not _foreign(kind.__module__) and not hasattr(kind, "set_states"):  # Megatron's random states: see rng.py
+    elif not is_foreign(kind.__module__) and not hasattr(kind, "set_states"):  # Megatron's random states: see rng.py
         _slots(get, name, found, seen, depth)
         _attributes(get, name, found, seen, depth)
         _class(kind, found, seen, depth)
@@ -311,7 +316,7 @@ def _may_change(tensor: torch.Tensor, seen: _Seen, depth: int) -> bool:
 def _class(kind: type, found: list[Changeable], seen: _Seen, depth: int) -> None:
     """What a class, and those that it derives from, count and collect in themselves."""
     for one in kind.__mro__:
-        if id(one) in seen or _foreign(one.__module__) or is_a(one, EnumMeta):
+        if id(one) in seen or is_foreign(one.__module__) or is_a(one, EnumMeta):
             continue
         seen.add(id(one))
         name, get = one.__qualname__, weakref.ref(one)
@@ -338,7 +343,7 @@ def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen
 
 def _slots(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Seen, depth: int) -> None:
     """What an object keeps without a dictionary."""
-    kinds = [one for one in type(get()).__mro__ if not _foreign(one.__module__)]
+    kinds = [one for one in type(get()).__mro__ if not is_foreign(one.__module__)]
     members = [one for kind in kinds for one in vars(kind).values() if is_a(one, MemberDescriptorType)]
     if not members or id(get()) in seen:
         return
@@ -353,7 +358,8 @@ def _vars(get: Callable[[], Any]) -> dict[str, Any] | None:
     return attributes_of(get())
 
 
-def _foreign(name: Any) -> bool:
+def is_foreign(name: Any) -> bool:
+    """Whether a module of this name belongs to no operator."""
     name = str(name or "builtins")  # of a class it may be a property of its objects
     return name.partition(".")[0] in _FOREIGN or name.startswith(tuple(FOREIGN))
 

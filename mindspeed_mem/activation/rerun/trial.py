@@ -23,7 +23,8 @@ from mindspeed_mem.activation.rerun.arguments import tensors_in
 from mindspeed_mem.activation.rerun.changeable import Changeable, argument_with_graph, tensors_given
 from mindspeed_mem.activation.rerun.dropped import Program, Saves
 from mindspeed_mem.activation.rerun.module_rerun import RAISES, ModuleRerun, modules_of
-from mindspeed_mem.activation.rerun.state import Called, places_of, set_by_callers
+from mindspeed_mem.activation.rerun.set_around import Places, set_by_callers
+from mindspeed_mem.activation.rerun.state import Called, places_of
 from mindspeed_mem.activation.storage import marks
 
 logger = logging.getLogger(__name__)
@@ -188,8 +189,11 @@ class Trial(AbstractContextManager):
         if not why_not and (argument := argument_with_graph(self._first, self._before)):
             why_not = f"it keeps what it computes in {argument}"
         found: list[Changeable] = []
+        around: list[Changeable] = []
         if not why_not:
             found, why_not = places_of(roots, rerun.state, self._called)
+        if not why_not:
+            around, why_not = set_by_callers(roots, self._called)
         places: dict[Changeable, bool] = {}
         why_not = self._agreed(why_not, shared)
         if not why_not and not in_managed_memory(result):
@@ -201,7 +205,7 @@ class Trial(AbstractContextManager):
                 why_not, places = rerun.repeats(result, found, as_drawn=True)
             why_not = self._agreed(why_not, shared)
         if not why_not:
-            set_by_callers(self._called, places)
+            places = Places(places, around)
         [anywhere] = highest([int(shows)], shared, self._device_type)
         draws = rerun.drew()
         rerun.settle(why_not, places)

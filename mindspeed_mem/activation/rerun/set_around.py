@@ -1,0 +1,256 @@
+"""What the caller of an operator sets for as long as it runs, where functions that run in it look.
+
+ms-swift's layers put another function into Megatron's module while they run, peft hooks onto the modules in its layers;
+others set an attribute of a configuration that all layers share. All of it is gone when backward comes. So the names
+that functions name are noted when an operator runs first: in modules, in objects, in classes and in dictionaries, with
+functions, plain values, and tensors without a graph. A second run finds there what the first one found.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_mem.activation.rerun import changeable
+from mindspeed_mem.activation.rerun.arguments import attributes_of
+from mindspeed_mem.activation.rerun.changeable import PLAIN_KINDS, Changeable, is_a
+from mindspeed_mem.activation.rerun.settings import ABSENT, UNKNOWN, is_setting
+from mindspeed_mem.activation.rerun.state import OBJECTS, Called, in_modules, is_foreign, stored_by
+
+_Call = tuple[CodeType, dict[str, Any], list[tuple[str, Any]]]
+_ALIKE = 4  # second runs that find no other values until nobody looks at them any more
+_DEPTH, _MANY = 2, 4096  # how deep in objects, and at how many of them, is looked
+_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
+_OF_CLASSES = (staticmethod, classmethod, property)
+_NO_OBJECTS = (
+    *PLAIN_KINDS, torch.Tensor, tuple, list, set, ModuleType, FunctionType, BuiltinFunctionType, MethodType
+)  # fmt: skip
+
+
+class _List(NamedTuple):
+    """A list of plain values: which it is, and what it has. Its owner may change either."""
+
+    it: list
+    items: list
+
+
+def set_by_callers(roots: Iterable[torch.nn.Module], called: Called) -> tuple[list[Changeable], str]:
+    """What the functions that ran in an operator of these modules name that others may set around it. And why that
+    cannot be told; empty if it can."""
+    try:
+        return list(_places(list(roots), called)), ""
+    except Exception as error:  # of an object that nobody can look at; other ranks must not wait for this one
+        return [], f"what its caller may set cannot be looked at ({type(error).__name__}: {error})"
+
+
+class Places(dict[Changeable, bool]):
+    """What an operator's second runs are to find as its first ones did, see `Verdict.places`, with what its caller may
+    set around it. Where second runs find the same, nobody sets it for the operator alone: it is taken out again, so
+    that later runs need not look."""
+
+    def __init__(self, changed: dict[Changeable, bool], around: Iterable[Changeable]):
+        super().__init__(changed)
+        itself = weakref.ref(self)  # a circle would keep what is changed until it is next looked for circles
+        self.update((_until_alike(there, itself), True) for there in around)
+
+
+def _until_alike(there: Changeable, known: weakref.ref[Places]) -> Changeable:
+    alike = 0
+
+    def write(earlier: dict) -> None:
+        nonlocal alike
+        if not there.same(there.read(), earlier):
+            alike = -1  # it stays
+            there.write(earlier)
+        elif alike >= 0:
+            alike += 1
+            if alike == _ALIKE and (noted := known()) is not None:
+                for one in [one for one in noted if one.write is write]:
+                    del noted[one]
+
+    return there._replace(write=write)
+
+
+def _places(roots: list[torch.nn.Module], called: Called) -> Iterator[Changeable]:
+    calls = list(called.found.values())
+    named = _named_by({id(code): code for code, *_ in calls}.values())
+    yield from _of_modules(calls)
+    stored: dict[int, set[str]] = defaultdict(set)  # by whom of those that a function was given, 0: by anyone
+    for code, _, held in calls:
+        for value in (0, *(id(value) for _, value in held)):
+            stored[value].update(stored_by(code))
+    for root in roots:
+        for path, module in root.named_modules():
+            for one in _HOOKS:
+                if vars(module).get(one):
+                    hooks = partial(changeable.item, partial(_attributes_of, changeable.reference(module)), one)
+                    yield changeable.container(f"{path or type(root).__name__}.{one}", hooks)
+    modules = {id(module) for root in roots for module in root.modules()}
+    yield from _of_objects(_roots_of_objects(roots, calls), modules, named, stored)
+
+
+def _named_by(codes: Iterable[CodeType]) -> dict[str, None]:
+    """Names of attributes, and keys of dictionaries."""
+    named = dict.fromkeys(("forward",))  # of modules, which their callers do not name
+    for code in codes:
+        named.update(dict.fromkeys((*code.co_names, *(one for one in code.co_consts if type(one) is str))))
+    return named
+
+
+def _of_modules(calls: list[_Call]) -> Iterator[Changeable]:
+    """Python's modules."""
+    found: dict[int, tuple[dict[str, Any], dict[str, None], set[str]]] = {}
+    for code, own, held in calls:
+        for names, known in in_modules(code, own, held, foreign=True):
+            if not str(names.get("__name__")).startswith("mindspeed_mem"):
+                _, keys, stored = found.setdefault(id(names), (names, {}, set()))
+                keys.update(dict.fromkeys(known))
+                stored.update(stored_by(code))
+    for names, keys, stored in found.values():
+        noted = [
+            key
+            for key in keys
+            if _noted(names[key]) is not UNKNOWN and not (key in stored and is_a(names[key], torch.Tensor))
+        ]
+        if noted:
+            yield _values(f"{names.get('__name__')}", partial(_itself, names), noted)
+
+
+def _roots_of_objects(roots: list[torch.nn.Module], calls: list[_Call]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for root in roots:
+        for path, module in root.named_modules():
+            yield path or type(root).__name__, changeable.reference(module)
+    for code, names, held in calls:
+        for there, known in in_modules(code, names, held):
+            for name in known:
+                yield f"{there.get('__name__')}.{name}", partial(there.get, name)
+        for name, value in held:
+            if type(value).__weakrefoffset__:  # else it would be kept alive, with the tensors in it
+                yield f"{code.co_name}'s {name}", changeable.argument_or(value)
+
+
+def _of_objects(
+    roots: Iterator[tuple[str, Callable[[], Any]]],
+    modules: set[int],
+    named: Mapping[str, None],
+    stored: Mapping[int, set[str]],
+) -> Iterator[Changeable]:
+    """What the names ``named`` are in objects, their classes, and dictionaries."""
+    seen: set[int] = set()
+    left = deque((name, get, 0) for name, get in roots)
+    while left and len(seen) < _MANY:
+        name, get, depth = left.popleft()
+        value = get()
+        kind = type(value)
+        if is_a(value, _NO_OBJECTS) or id(value) in seen:
+            continue
+        if is_a(value, type):
+            yield from _of_classes(value, named, stored, seen)
+            continue
+        if kind is dict:
+            there = partial(_if_dict, get)
+        elif is_a(value, torch.nn.Module) or kind in OBJECTS or not is_foreign(kind.__module__):
+            there = partial(_attributes_of, get)
+            yield from _of_classes(kind, named, stored, seen)
+        else:
+            continue
+        seen.add(id(value))
+        if (found := there()) is None:
+            continue
+        inside = [key for key in named if key in found]
+        known = {key: found[key] for key in inside if key not in stored.get(id(value), ())}
+        if id(value) in modules:  # which have settings
+            known = {key: one for key, one in known.items() if not is_setting(one)}
+        noted = [key for key, one in known.items() if _noted(one) is not UNKNOWN]
+        if noted:
+            yield _values(name, there, noted)
+        if depth < _DEPTH:
+            left.extend((f"{name}.{key}", partial(changeable.item, there, key), depth + 1) for key in inside)
+
+
+def _of_classes(
+    kind: type, named: Mapping[str, None], stored: Mapping[int, set[str]], seen: set[int]
+) -> Iterator[Changeable]:
+    for one in kind.__mro__:
+        if id(one) in seen or one in (object, torch.nn.Module):
+            continue
+        seen.add(id(one))
+        if is_foreign(one.__module__) and not issubclass(one, torch.nn.Module):
+            continue
+        found = vars(one)
+        noted = [k for k in named if k in found and k not in stored[0] and _noted(found[k]) is not UNKNOWN]
+        if noted:
+            yield _filtered(changeable.class_attributes(one.__qualname__, changeable.reference(one), noted))
+
+
+def _values(name: str, get: Callable[[], dict[str, Any] | None], keys: list[str]) -> Changeable:
+    there = changeable.variables(name, get, keys)
+    nothing = dict.fromkeys(keys, UNKNOWN)  # of an object of one run alone
+    return _filtered(there._replace(read=lambda: nothing if get() is None else there.read()))
+
+
+def _filtered(there: Changeable) -> Changeable:
+    """Without what may hold memory, or is the engine's own."""
+
+    def read() -> dict[str, Any]:
+        return {key: _noted(value) for key, value in there.read().items()}
+
+    def same(now: dict, earlier: dict) -> bool:
+        return all(_are_same(now[key], value) for key, value in earlier.items())
+
+    def write(earlier: dict) -> None:
+        now = read()
+        others = {key: value for key, value in earlier.items() if not _are_same(now[key], value)}
+        there.write({key: _as_it_was(value) for key, value in others.items()})
+
+    return there._replace(read=read, write=write, same=same)
+
+
+def _noted(value: Any) -> Any:
+    if type(value) is list:
+        return _List(value, list(value)) if is_setting(value) else UNKNOWN
+    if is_setting(value) or value is ABSENT or type(value) in _OF_CLASSES:
+        return value
+    if is_a(value, torch.Tensor):
+        return value if type(value) is torch.Tensor and not value.requires_grad else UNKNOWN
+    return value if callable(value) and not _is_ours(value) else UNKNOWN
+
+
+def _is_ours(value: Any) -> bool:
+    """A plan in force is no setting of the caller's."""
+    if "_declared_by" in (attributes_of(value) or ()):
+        return True
+    value = value.__func__ if type(value) is MethodType else value
+    return type(value) is FunctionType and str(value.__globals__.get("__name__")).startswith("mindspeed_mem")
+
+
+def _are_same(now: Any, then: Any) -> bool:
+    if now is then or now is UNKNOWN or then is UNKNOWN:
+        return True
+    if type(now) is _List and type(then) is _List:
+        return now.it is then.it and now.items == then.items
+    return type(now) is type(then) and is_setting(now) and now == then
+
+
+def _as_it_was(value: Any) -> Any:
+    if type(value) is _List:
+        return value.it if value.it == value.items else [*value.items]
+    return value
+
+
+def _attributes_of(get: Callable[[], Any]) -> dict[str, Any] | None:
+    return attributes_of(get())
+
+
+def _if_dict(get: Callable[[], Any]) -> dict[str, Any] | None:
+    return value if type(value := get()) is dict else None
+
+
+def _itself(names: dict[str, Any]) -> dict[str, Any]:
+    return names
