@@ -2,6 +2,7 @@
 and peft with hooks, is there when the operator runs again, and nowhere else."""
 
 import contextlib
+import enum
 import gc
 import sys
 import types
@@ -28,6 +29,10 @@ package.inside = types.ModuleType("package.inside")
 package.inside.turned = torch.sin
 
 
+class Wave(enum.Enum):
+    SINE, COSINE = 1, 2
+
+
 def turned(x):
     return x.sin()
 
@@ -42,7 +47,8 @@ class Part(nn.Module):
     def __init__(self, read):
         super().__init__()
         self.linear, self.empty, self.read = nn.Linear(8, 8), nn.Identity(), read
-        self.config, self.bent, self.tensor = types.SimpleNamespace(factor=1.0), torch.sin, torch.ones(())
+        self.bent, self.tensor = torch.sin, torch.ones(())
+        self.config = types.SimpleNamespace(factor=1.0, wave=Wave.SINE, shape=torch.Size((1,)))
 
     def turned(self, x):
         return x.sin()
@@ -97,6 +103,14 @@ WAYS = {
         lambda part, x: (x * part.config.factor).sin(),
         lambda part, scale: patch.object(part.config, "factor", scale),
     ),
+    "one of an enumeration": (
+        lambda part, x: x.sin() if part.config.wave is Wave.SINE else x.cos(),
+        lambda part, scale: patch.object(part.config, "wave", Wave.COSINE),
+    ),
+    "shape": (
+        lambda part, x: (x * part.config.shape[0]).sin(),
+        lambda part, scale: patch.object(part.config, "shape", torch.Size((round(4 * scale),))),
+    ),
     "object in another": (
         lambda part, x: (x * options.deep.factor).sin(),
         lambda part, scale: patch.object(options, "deep", types.SimpleNamespace(factor=scale)),
@@ -129,7 +143,7 @@ def all_that_is_set(model):
         options.deep,
     )
     counts = [len(block.part.empty._forward_pre_hooks) for block in model.blocks]
-    return [*map(id, alike), factor, *factors, table["factor"], Part.factor, part.config.factor, *counts]
+    return [*map(id, alike), factor, *factors, table["factor"], Part.factor, *vars(part.config).values(), *counts]
 
 
 class Block(nn.Module):

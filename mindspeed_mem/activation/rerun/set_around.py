@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -20,14 +21,15 @@ import torch
 from mindspeed_mem.activation.rerun import changeable
 from mindspeed_mem.activation.rerun.arguments import attributes_of
 from mindspeed_mem.activation.rerun.changeable import PLAIN_KINDS, Changeable, is_a
-from mindspeed_mem.activation.rerun.settings import ABSENT, UNKNOWN, is_setting
+from mindspeed_mem.activation.rerun.settings import ABSENT, PLAIN, UNKNOWN, is_setting
 from mindspeed_mem.activation.rerun.state import OBJECTS, Called, in_modules, is_foreign, stored_by
 
 _Call = tuple[CodeType, dict[str, Any], list[tuple[str, Any]]]
 _ALIKE = 4  # second runs that find no other values until nobody looks at them any more
 _DEPTH, _MANY = 2, 4096  # how deep in objects, and at how many of them, is looked
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
-_OF_CLASSES = (staticmethod, classmethod, property)
+_GROUP = getattr(torch.distributed, "ProcessGroup", Enum)  # where torch has been built with it
+_NO_MEMORY = (staticmethod, classmethod, property, Enum, frozenset, range, slice, _GROUP)
 _NO_OBJECTS = (
     *PLAIN_KINDS, torch.Tensor, tuple, list, set, ModuleType, FunctionType, BuiltinFunctionType, MethodType
 )  # fmt: skip
@@ -113,11 +115,7 @@ def _of_modules(calls: list[_Call]) -> Iterator[Changeable]:
                 keys.update(dict.fromkeys(known))
                 stored.update(stored_by(code))
     for names, keys, stored in found.values():
-        noted = [
-            key
-            for key in keys
-            if _noted(names[key]) is not UNKNOWN and not (key in stored and is_a(names[key], torch.Tensor))
-        ]
+        noted = _may_be_noted(names, keys, stored)
         if noted:
             yield _values(f"{names.get('__name__')}", partial(_itself, names), noted)
 
@@ -184,9 +182,15 @@ def _of_classes(
         if is_foreign(one.__module__) and not issubclass(one, torch.nn.Module):
             continue
         found = vars(one)
-        noted = [k for k in named if k in found and k not in stored[0] and _noted(found[k]) is not UNKNOWN]
+        noted = _may_be_noted(found, (key for key in named if key in found), stored[0])
         if noted:
             yield _filtered(changeable.class_attributes(one.__qualname__, changeable.reference(one), noted))
+
+
+def _may_be_noted(there: Mapping[str, Any], keys: Iterable[str], stored: set[str]) -> list[str]:
+    """Without tensors that the operator itself puts there, which its next run would keep."""
+    noted = [key for key in keys if _noted(there[key]) is not UNKNOWN]
+    return [key for key in noted if not (key in stored and is_a(there[key], torch.Tensor))]
 
 
 def _values(name: str, get: Callable[[], dict[str, Any] | None], keys: list[str]) -> Changeable:
@@ -215,7 +219,7 @@ def _filtered(there: Changeable) -> Changeable:
 def _noted(value: Any) -> Any:
     if type(value) is list:
         return _List(value, list(value)) if is_setting(value) else UNKNOWN
-    if is_setting(value) or value is ABSENT or type(value) in _OF_CLASSES:
+    if is_setting(value) or value is ABSENT or is_a(value, _NO_MEMORY) or _is_plain_tuple(value):
         return value
     if is_a(value, torch.Tensor):
         return value if type(value) is torch.Tensor and not value.requires_grad else UNKNOWN
@@ -235,7 +239,12 @@ def _are_same(now: Any, then: Any) -> bool:
         return True
     if type(now) is _List and type(then) is _List:
         return now.it is then.it and now.items == then.items
-    return type(now) is type(then) and is_setting(now) and now == then
+    return type(now) is type(then) and (is_setting(now) or _is_plain_tuple(now)) and now == then
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    """Of whatever kind: a shape, one with names."""
+    return is_a(value, tuple) and PLAIN.issuperset(map(type, tuple.__iter__(value)))
 
 
 def _as_it_was(value: Any) -> Any:
