@@ -7,7 +7,7 @@ import yaml
 from mindspeed_mem.adaptive import Plan, StagePlan
 from mindspeed_mem.adaptive.problem import from_shape
 from mindspeed_mem.adaptive.problem.shape import Degrees, Machine, Shape
-from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out
+from mindspeed_mem.adaptive.search.decisions import Count, in_order, key, lay_out, whole_layers_swapped
 from mindspeed_mem.adaptive.search.plan_file import as_yaml, memory_config, sections
 from mindspeed_mem.adaptive.search.plan_table import LEGEND, grid
 from mindspeed_mem.plan import load_memory_config, resolve
@@ -80,6 +80,19 @@ def test_inputs_of_recomputation_move_where_the_plan_says_so():
         assert loaded.swap.swap_recompute_inputs is move
         assert loaded.swap.idle_prefetch is loaded.swap.output_gradients is move
         assert loaded.swap.default_prefetch == (7 if move else 1)
+
+
+def test_what_operators_do_not_reach_is_swapped_with_its_layer():
+    problem = gpt()
+    [kind] = problem.classes
+    groups = tuple(dataclasses.replace(one, swappable=one.name != "input") for one in kind.groups)
+    problem = dataclasses.replace(problem, classes=(dataclasses.replace(kind, groups=groups),))
+    plan = Plan(stages=(StagePlan(parts=((letters(input="-"), *[letters()] * 3),), distance=3),))
+    config = memory_config(problem, whole_layers_swapped(problem, plan, 2))
+    loaded = load_memory_config(sections(config), num_layers=4)
+    assert loaded == config and loaded.swap.op_swap == ()
+    [entry] = loaded.swap.layer_swap
+    assert (entry.layers, entry.backward_prefetch) == ((0, 1), 3)
 
 
 def test_a_plan_that_changes_nothing_swaps_nothing():

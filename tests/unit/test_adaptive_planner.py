@@ -278,6 +278,10 @@ def test_where_nothing_fits_the_smallest_plan_runs_and_the_reason_is_told(proble
     decision = Planner(tight).start()
     assert decision.config is not None
     assert any("no plan fits" in line and "evicted" in line for line in decision.lines)
+    planner = Planner(tight)
+    planner.start()
+    decision = planner.judge(measured(tight, planner.tries[0].found, evicted=MB))
+    assert decision.settled and not decision.fits
 
 
 def test_a_settled_plan_that_no_longer_fits_is_followed_by_another(problem):

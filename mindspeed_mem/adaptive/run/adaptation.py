@@ -8,7 +8,7 @@ rank 0 plans. A call is one training step's forwards and backwards on Megatron's
     then         plan; each plan runs three calls, of which the first is not measured, until one is settled on
                  (another number of micro-batches is no reason to plan again unless more is held at once)
     settled      every tenth call the ranks ask each other whether activations had to be evicted, or allocators had to
-                 retry in each call; if so, plan again
+                 retry in each call; if so, plan again (not where no plan fits: what that evicts has been told)
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class _Settled(NamedTuple):
     planner: Planner | None
     profiles: list[Any]
     profiled: bool
+    fits: bool
+    """Where none does, what has to be evicted is no news."""
 
 
 class Ranks(NamedTuple):
@@ -295,7 +297,8 @@ class Adaptation:
             self._follow(lambda: self._planner().judge(seen))
 
     def _watch(self) -> None:
-        if self._calls % _WATCHED or not self._calls:
+        settled = self._settled.get(self._aim())
+        if self._calls % _WATCHED or not self._calls or (settled is not None and not settled.fits):
             return
         grown = self.engine.mover.evicted_bytes - self._evicted
         in_each_call = self._retried // _WATCHED
@@ -362,14 +365,14 @@ class Adaptation:
         """To the plan that was settled on for this."""
         if self._profiler is not None:
             self._profiler.detach()
-        config, self.planner, self.profiles, self.profiled = self._settled[made_for]
+        config, self.planner, self.profiles, self.profiled, _ = self._settled[made_for]
         if self._adopt(config):
             self._sizes.aim_at(made_for)
             self._go(SETTLED)
 
-    def _settle(self) -> None:
+    def _settle(self, fits: bool = True) -> None:
         """The plan in force is the one for calls like this."""
-        self._settled[self._aim()] = _Settled(self._config, self.planner, self.profiles, self.profiled)
+        self._settled[self._aim()] = _Settled(self._config, self.planner, self.profiles, self.profiled, fits)
         self._go(SETTLED)
 
     def _profile_again(self) -> None:
@@ -415,7 +418,7 @@ class Adaptation:
         if decision.config is not None and not self._adopt(decision.config):
             return
         if decision.settled:
-            self._settle()
+            self._settle(decision.fits)
             self._keep()
 
     def _adopt(self, config: MemoryConfig | None) -> bool:

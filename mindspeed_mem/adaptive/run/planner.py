@@ -35,6 +35,8 @@ class Decision(NamedTuple):
     """For the log."""
     without_effect: str = ""
     """Why no plan has an effect: for the log, as a warning."""
+    fits: bool = True
+    """False: what is settled on evicts, and no plan is known that would not. So that is part of what was decided."""
 
 
 @dataclass
@@ -98,6 +100,7 @@ class Planner:
         now = self.tries[-1]
         now.measured = as_planned(now.problem, now.found.plan, now.found.simulated, measured)
         self.problem = self._corrected(now.problem, now.found.plan, now.found.simulated, now.measured)
+        why = ""
         if len(self.tries) < ROUNDS:
             found, why = self._searched()
             again = Search(self.problem).simulated(now.found.plan)
@@ -105,7 +108,7 @@ class Planner:
             known = any(one.config == memory_config(self.problem, found.plan) for one in self.tries)
             if not known and (now.evicted or max(again.peaks) > self.problem.device_limit or gain > _WORTH):
                 return self._try(found, why, now.line())
-        return self._settle(now)
+        return self._settle(now, any_fits=not why)
 
     def overrun(self, lacks: Sequence[tuple[int, int, int]]) -> Decision:
         """The settled plan no longer fits. ``lacks``: the stage of each rank, the bytes that had to leave on it in one
@@ -168,11 +171,12 @@ class Planner:
         number = f"plan {len(self.tries)}: {self.tries[-1].line()} ({limit}, HiGHS)"
         return Decision(config, False, tuple(line for line in (before, why, number) if line))
 
-    def _settle(self, now: Try) -> Decision:
+    def _settle(self, now: Try, any_fits: bool) -> Decision:
         self.kept = min(self.tries, key=lambda one: (one.evicted, one.retried, one.seconds))
         changed = None if self.kept is now else self.kept.config
         which = f"settled on plan {self.tries.index(self.kept) + 1} of {len(self.tries)}"
-        return Decision(changed, True, (now.line(), f"{which}: {self.kept.line()}", *_otherwise(self.kept)))
+        lines = (now.line(), f"{which}: {self.kept.line()}", *_otherwise(self.kept))
+        return Decision(changed, True, lines, fits=any_fits or not self.kept.evicted)
 
 
 def _otherwise(kept: Try) -> list[str]:

@@ -9,7 +9,7 @@ through a pass, not only in its first part, which pays where a pass has others i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindspeed_mem.adaptive.problem.definition import Block, LayerClass, Problem
@@ -141,6 +141,39 @@ def in_order(layers: Sequence[int], how: str, last: int = 1) -> list[int]:
     bits = max(1, (len(body) - 1).bit_length())
     reversed_bits = [int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits)]
     return [body[place] for place in reversed_bits if place < len(body)] + tail
+
+
+def whole_layers_swapped(problem: Problem, plan: Plan, layers: int) -> Plan:
+    """The plan where all leaves that the first so many layers of each part make.
+
+    Naming a whole layer also reaches what naming operators does not: what code between them makes, and what the layer
+    hands to the next, which starts no second run from it then.
+    """
+    stages = []
+    for stage, of_stage in zip(problem.stages, plan.stages, strict=True):
+        parts = []
+        for part, texts in zip(stage.parts, of_stage.parts, strict=True):
+            kinds = [problem.class_of[name] for name in part.layers]
+            made = [SWAP * len(kind.groups) for kind in kinds[:layers]]
+            given = [_without_input(*one) for one in zip(kinds, texts, strict=True)][len(made) : len(made) + 1]
+            rest = texts[len(made) + len(given) :]
+            parts.append((*map(_where_any, texts, [*made, *given, *rest]),))
+        stages.append(replace(of_stage, parts=tuple(parts)))
+    return replace(plan, stages=tuple(stages))
+
+
+def _without_input(kind: LayerClass, text: str) -> str:
+    """The letters of a layer whose input leaves: nothing runs again in it."""
+    again = {group.name: SWAP if group.swappable else KEEP for group in kind.groups}
+    pairs = zip(kind.groups, text, strict=True)
+    return "".join(
+        SWAP if group.from_previous else again[group.name] if letter == RECOMPUTE else letter for group, letter in pairs
+    )
+
+
+def _where_any(before: str, after: str) -> str:
+    """The letters after a change, but for those where there is nothing to decide."""
+    return "".join(old if old == NOTHING else new for old, new in zip(before, after, strict=True))
 
 
 def is_valid(kind: LayerClass, text: str, inputs_move: bool) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from mindspeed_mem.activation.observe.rank_profile import Outside
 from mindspeed_mem.activation.wording import MEGATRON, Wording
-from mindspeed_mem.adaptive.problem.definition import GIB, Problem
+from mindspeed_mem.adaptive.problem.definition import GIB, PlannedOperator, Problem
 from mindspeed_mem.adaptive.search.decisions import KEEP, RECOMPUTE, SWAP, Plan, under
 
 STATIC = "parameters, gradients and optimizer states"
 IN_STEP = "32-bit copies of gradients in the optimizer's step"
 WAITING = "what waits for gradients of weights"
+LAYERS, ENDS = "the layers at work and copies under way", "embedding, head and loss at work"
 
 
 class InfeasibleError(ValueError):
@@ -43,7 +45,7 @@ def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, 
     stage = problem.stages[number]
     if peak == stage.in_step_bytes:
         return {STATIC: stage.static_bytes, IN_STEP: stage.step_bytes}
-    short = stage.fixed_bytes - stage.static_bytes  # what operators take for a short time is with the layers at work
+    short = stage.fixed_bytes - stage.static_bytes  # what operators take for a short time is with those at work
     held = {STATIC: stage.static_bytes, "temporaries": short, "layer inputs, head and loss": 0}
     counts, waits = max(problem.held[number], key=lambda one: (sum(map(sum, one)), one))
     waiting = sum(n * problem.waiting(number, part) for part, n in enumerate(waits))
@@ -60,8 +62,21 @@ def _holders(problem: Problem, plan: Plan, number: int, peak: int) -> dict[str, 
                 size = {KEEP: group.bytes, RECOMPUTE: group.recompute_keeps}.get(letter, 0)
                 if size:
                     held[f"kept {group.name}"] = held.get(f"kept {group.name}", 0) + count * size
-    held["the layers at work and copies under way"] = max(0, peak - sum(held.values()))
+    held[ENDS if _at_ends(problem, number) else LAYERS] = max(0, peak - sum(held.values()))
     return {name: size for name, size in held.items() if size}
+
+
+def _at_ends(problem: Problem, number: int) -> bool:
+    """Whether more is held for a short time outside the layers than in any: a loss in chunks, say, of which backward
+    keeps nothing."""
+    parts = problem.stages[number].parts
+    kinds = {name for part in parts for name in part.layers}
+    inside = [one for name in kinds for one in problem.class_of[name].operators]
+    return _temporary(end for part in parts for end in (part.before, part.after)) > _temporary(inside)
+
+
+def _temporary(some: Iterable[PlannedOperator | Outside]) -> int:
+    return max((max(one.forward_temporary_bytes, one.backward_temporary_bytes) for one in some), default=0)
 
 
 def _advice(words: Wording, largest: str, states_are_split: bool, host_is_limited: bool) -> list[str]:
@@ -75,4 +90,5 @@ def _advice(words: Wording, largest: str, states_are_split: bool, host_is_limite
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes * 1024 / GIB:.2f} MiB"
+    """So fine that what is needed and a limit a little below it are not written alike."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= 10 * GIB else f"{nbytes * 1024 / GIB:.1f} MiB"

@@ -11,9 +11,10 @@ import yaml
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search.decisions import RECOMPUTE, SWAP, Plan
 from mindspeed_mem.plan import MemoryConfig, OpSwap, RecomputeConfig, RecomputeRule, SwapConfig
+from mindspeed_mem.plan.config import LayerSwap, SwapEntry
 from mindspeed_mem.plan.layers import named, numbers_in
 
-_Entry = TypeVar("_Entry", OpSwap, RecomputeRule)
+_Entry = TypeVar("_Entry", OpSwap, LayerSwap, RecomputeRule)
 
 
 def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
@@ -24,6 +25,7 @@ def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
         plan: a letter for each group of each layer, for all stages.
     """
     swapped: dict[tuple[str, int], list[int]] = {}
+    whole: dict[int, list[int]] = {}
     recomputed: dict[str, list[int]] = {}
     for stage, of_stage in zip(problem.stages, plan.stages, strict=True):
         for part, letters in zip(stage.parts, of_stage.parts, strict=True):
@@ -31,12 +33,16 @@ def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
                 layer = part.first_layer + place
                 for group, letter in zip(problem.class_of[name].groups, text, strict=True):
                     if letter == SWAP:
-                        for operator in group.operators:
-                            at = swapped.setdefault((operator, of_stage.distance), [])
-                            at.append(layer - 1 if group.from_previous else layer)
+                        maker = layer - 1 if group.from_previous else layer
+                        if not group.swappable:
+                            whole.setdefault(of_stage.distance, []).append(maker)
+                        for operator in group.operators if group.swappable else ():
+                            swapped.setdefault((operator, of_stage.distance), []).append(maker)
                     elif letter == RECOMPUTE:
                         for operator in group.recompute_operators or group.operators:
                             recomputed.setdefault(operator, []).append(layer)
+    everything = {layer for layers in whole.values() for layer in layers}
+    swapped = {key: left for key, layers in swapped.items() if (left := sorted(set(layers) - everything))}
     inputs_move = plan.inputs_move and bool(recomputed)
     swaps = tuple(
         OpSwap(
@@ -48,12 +54,22 @@ def memory_config(problem: Problem, plan: Plan) -> MemoryConfig:
         )
         for number, ((layers, distance), names) in enumerate(_by_layers(swapped).items())
     )
+    layer_swaps = tuple(
+        LayerSwap(
+            layers=tuple(sorted(set(layers))),
+            backward_prefetch=distance,
+            activations="produced",
+            entry=f"swap_config.layer_swap[{number}]",
+        )
+        for number, (distance, layers) in enumerate(whole.items())
+    )
     return MemoryConfig(
         swap=SwapConfig(
             swap=True,
             pp_aware=False,
             swap_recompute_inputs=inputs_move,
             default_prefetch=max(stage.distance for stage in plan.stages) if inputs_move else 1,
+            layer_swap=layer_swaps or None,
             op_swap=swaps,
             window_bytes=plan.window_bytes,
             idle_prefetch=plan.idle_prefetch,
@@ -79,15 +95,21 @@ def by_name(config: MemoryConfig, stacks: Mapping[str, range | None]) -> MemoryC
     if len(stacks) < 2:
         return config
     swaps = tuple(_by_name(one, stacks) for one in config.swap.op_swap or ())
+    layers = tuple(_by_name(one, stacks) for one in config.swap.layer_swap or ()) or None
     rules = tuple(_by_name(one, stacks) for one in config.recompute.rules)
-    return replace(config, swap=replace(config.swap, op_swap=swaps), recompute=replace(config.recompute, rules=rules))
+    swap = replace(config.swap, layer_swap=layers, op_swap=swaps)
+    return replace(config, swap=swap, recompute=replace(config.recompute, rules=rules))
 
 
 def _by_name(entry: _Entry, stacks: Mapping[str, range | None]) -> _Entry:
     return replace(entry, layers=tuple(named(numbers_in(_listed(entry)), stacks)))
 
 
-def _listed(entry: OpSwap | RecomputeRule) -> list[int | str]:
+def _moved(entry: SwapEntry) -> dict[str, object]:
+    return {"backward_prefetch": entry.backward_prefetch, "layers": _listed(entry)}
+
+
+def _listed(entry: SwapEntry | RecomputeRule) -> list[int | str]:
     """The layers of an entry; a plan names them one by one."""
     return list(entry.layers) if isinstance(entry.layers, tuple) else []
 
@@ -102,13 +124,11 @@ def sections(config: MemoryConfig) -> dict[str, dict[str, object]]:
             swap[name] = value
     swap |= {name: True for name in ("idle_prefetch", "output_gradients") if getattr(config.swap, name)}
     swap["op_swap"] = [
-        {
-            "op_name": list(one.op_name) if len(one.op_name) > 1 else one.op_name[0],
-            "backward_prefetch": one.backward_prefetch,
-            "layers": _listed(one),
-        }
+        {"op_name": list(one.op_name) if len(one.op_name) > 1 else one.op_name[0], **_moved(one)}
         for one in config.swap.op_swap or ()
     ]
+    if config.swap.layer_swap:
+        swap["layer_swap"] = [_moved(one) for one in config.swap.layer_swap]
     if not config.recompute.rules:
         return {"swap_config": swap}
     chosen = {rule.pattern: _listed(rule) for rule in config.recompute.rules}

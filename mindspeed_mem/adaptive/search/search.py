@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from mindspeed_mem import reserve
 from mindspeed_mem.adaptive.problem.definition import Problem
 from mindspeed_mem.adaptive.search import baselines, many
-from mindspeed_mem.adaptive.search.decisions import SWAP, Plan, StagePlan, host_bytes, under
+from mindspeed_mem.adaptive.search.decisions import (
+    SWAP,
+    Plan,
+    StagePlan,
+    host_bytes,
+    under,
+    whole_layers_swapped,
+)
 from mindspeed_mem.adaptive.search.descent import WORK, Descent
 from mindspeed_mem.adaptive.search.infeasible import InfeasibleError
 from mindspeed_mem.adaptive.search.milp import NODES
@@ -84,6 +92,8 @@ class Search:
         self._gradients_may = (
             output_gradients and swap and waits and problem.pipeline.apart and not problem.output_gradients
         )
+        fixed = any(not group.swappable for kind in problem.classes for group in kind.groups)
+        self._names_whole_layers = swap and fixed
         self._seen: dict[Plan, Simulated] = {}
         self._stages = [StageSearch(problem, number, nodes) for number in range(len(problem.stages))]
         self.keep_all = Plan(stages=tuple(stage.keep_all for stage in self._stages))
@@ -104,7 +114,7 @@ class Search:
             if self._may_gain(problem, stages, inputs_move):
                 stages = self._try(problem, inputs_move) or stages
         gap = max(stage.gap for stage in self._stages)
-        best = self._fastest(limit)
+        best = self._fastest(limit) or self._with_whole_layers(limit)
         if self._with_gradients is not None and self._gradients_may_gain(limit, best):
             of_these = self._move_gradients(self._with_gradients, limit)
             best = self._fastest(limit)
@@ -130,6 +140,9 @@ class Search:
             Plan(stages=tuple(stage.least(inputs_move) for stage in self._stages), inputs_move=inputs_move)
             for inputs_move in self._inputs_move
         ]
+        if self._names_whole_layers:
+            everything = whole_layers_swapped(self.problem, plans[0], self.problem.num_layers)
+            plans += [everything] * self._host_has_room(everything)
         if self._with_gradients is not None:
             plans.append(replace(self._with_gradients.least().plan, output_gradients=True))
         plan = min(plans, key=lambda one: max(self.simulated(one).peaks))
@@ -176,6 +189,21 @@ class Search:
             best = min(best, other, key=self._order)
         return best
 
+    def _with_whole_layers(self, limit: int) -> Plan | None:
+        """Where naming operators does not do: the plan that needs least of these, with the fewest layers of each part
+        that leave as a whole; None: not even with all."""
+        if not self._names_whole_layers:
+            return None
+        least = Plan(stages=tuple(stage.least(False) for stage in self._stages))
+        layers = range(1, 1 + max(len(part.layers) for stage in self.problem.stages for part in stage.parts))
+
+        def plan(count: int) -> Plan:
+            return whole_layers_swapped(self.problem, least, count)
+
+        place = bisect.bisect_left(layers, True, key=lambda count: max(self.simulated(plan(count)).peaks) <= limit)
+        fewest = plan(layers[min(place, len(layers) - 1)])
+        return fewest if self._fits(fewest, limit) else None
+
     def _gradients_may_gain(self, limit: int, best: Plan | None) -> bool:
         """Whether to move them, and nothing else, is faster than the best without."""
         window = 0 if self.problem.link.blocking else reserve.late_copies(limit)
@@ -184,8 +212,9 @@ class Search:
 
     def _fits(self, plan: Plan, limit: int) -> bool:
         """Whether it needs no more of the device than the limit, nor of the host than there is."""
-        if max(self.simulated(plan).peaks) > limit:
-            return False
+        return max(self.simulated(plan).peaks) <= limit and self._host_has_room(plan)
+
+    def _host_has_room(self, plan: Plan) -> bool:
         host, problem = self.problem.host_limit, under(self.problem, plan)
         return host is None or all(host_bytes(problem, *one) <= host for one in enumerate(plan.stages))
 
