@@ -94,7 +94,7 @@ class Engine:
         self.backend, self.wording = backend, wording
         rng.follow(backend)
         self._stalled_before = backend.stall_seconds()
-        no_effect = NoEffectLog()
+        no_effect = NoEffectLog(lambda: self.in_force.tells)
         self.auto = AutoDistances(backend, lambda layer: self.in_force.the_plan.operators_in(layer))
         self.in_force = PlanInForce(config, self.auto, watch_only, all_layers=survive)
         self.position = position = Position()

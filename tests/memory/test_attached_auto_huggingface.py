@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mindspeed_mem
+from mindspeed_mem.plan import load_memory_config
 from tests.limited_runs import counted
 
 hf = pytest.importorskip("transformers")
@@ -69,6 +70,9 @@ def test_where_the_models_checkpoints_fit_a_plan_does(caplog):
         gc.collect()
         seen = searched(1.03 * peak, expected)
     assert seen[-1][0] == "settled" and "no plan fits" not in caplog.text
+    assert not [
+        one for one in caplog.records if one.levelno >= logging.WARNING and one.name.startswith("mindspeed_mem")
+    ]
     assert {evicted for state, evicted in seen if state == "settled"} == {seen[-1][1]}
 
 
@@ -81,3 +85,17 @@ def test_where_no_plan_fits_it_is_told_once_and_eviction_goes_on(caplog):
     assert seen[-1][0] == "settled" and seen[-1][1] > seen[-11][1]
     assert "until then activations are evicted when memory runs out" in caplog.text
     assert "planning again" not in caplog.text and "stops planning" not in caplog.text
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_has_no_effect_is_told_to_whoever_asked_for_it(asked, caplog):
+    model, config = llama(), load_memory_config({"recompute_config": {"select_recompute": {r"mlp\.down_proj": True}}})
+    with mindspeed_mem.attach(model, config) as attached:
+        if not asked:  # as an adaptive plan is
+            attached.engine.adopt(config, lambda mine: [mine], (), tell=False)
+        training = Training(model)
+        for _ in range(3):
+            training.step()
+    warned = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert any("recompute of mlp.down_proj saves nothing in layers 0-5" in one for one in warned) == asked
+    assert asked or not warned
