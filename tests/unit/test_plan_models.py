@@ -269,8 +269,8 @@ def test_a_step_that_does_not_fit_is_refused(planned):
     assert planned([*words.split(), "2.4"])[0] == 0
     status, _, printed = planned([*words.split(), "2.2"])
     assert status == 1
-    assert "held there, the largest first: parameters, gradients and optimizer states 1." in printed
-    assert "32-bit copies of gradients in the optimizer's step 0.4" in printed
+    assert "held there, the largest first: parameters, gradients and optimizer states 1887.4 MiB" in printed
+    assert "32-bit copies of gradients in the optimizer's step 471.8 MiB" in printed
 
 
 @pytest.mark.parametrize(
