@@ -15,8 +15,9 @@ that do nothing, its `save_on_cpu` and its non-reentrant checkpoint (which stops
 hot path in C++ is used (`python -m mindspeed_mem build-native`) is said.
 
 On a machine that others use, times scatter by more than some variants take. Instructions do not: ``--instructions``
-runs the program under valgrind, and the clock is how many it has executed. An instruction of Python takes longer than
-one of a matrix product, so shares are smaller than those of time, and only comparable with each other.
+runs the program under valgrind, and the clock is how many it has executed. What is new to the caches takes longer than
+its instructions say, so shares are smaller than those of time, and only comparable with each other. On a CPU all is in
+fp32: products in bf16, for which not every CPU has instructions, and valgrind none, are most of all that is executed.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ import instructions  # noqa: E402
 import torch  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402
 from timing import interleaved  # noqa: E402
-from variants import Settings, Variant, set_up, write  # noqa: E402
+from variants import DTYPES, Settings, Variant, set_up, write  # noqa: E402
 
 from mindspeed_mem.activation import hot_path  # noqa: E402
+from mindspeed_mem.device import get_backend  # noqa: E402
 
 LAYERS = 16
 SHAPES = dict.fromkeys(("cpu", "device"), (LAYERS, 64, 4, 128, 16, 1, 1, 128))
@@ -162,6 +164,7 @@ def microseconds(of_process: bool) -> Callable[[], float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="cpu")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the model; fp32 on a CPU, bf16 elsewhere")
     parser.add_argument("--rounds", type=int, help="15; with --instructions, which do not scatter, 1")
     parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
@@ -182,6 +185,9 @@ def main() -> None:
             )
         sys.exit(instructions.run_counted(__file__, sys.argv[1:]))
     args.shape = None
+    args.dtype = args.dtype or (
+        "fp32" if get_backend(None if args.device == "auto" else args.device).is_host else "bf16"
+    )
     logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
     plan = swap(args.prefetch) | {"recompute_config": {"recompute": True}}  # patches of both are to be there
     # Fused, the activation is no call that torch's checkpoint could be put around.
