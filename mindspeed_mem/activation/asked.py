@@ -37,7 +37,7 @@ def ask(module: nn.Module, mark: str, value: Any) -> None:
     engine = engines.current()
     if engine is None or not is_followed(module) or before == value:
         return
-    config = engine.in_force.config
+    config, told = engine.in_force.config, engine.in_force.tells
     try:
         if engine.adaptation is not None:
             raise MemoryConfigError([f"{_name(mark)}: got a model whose plan is 'auto', which decides that itself"])
@@ -46,6 +46,7 @@ def ask(module: nn.Module, mark: str, value: Any) -> None:
         _put(module, mark, before)
         if engine.in_force.config is not config:
             engine.adopt(config, lambda mine: [mine], tell=False)
+            engine.in_force.tells = told
         raise
 
 

@@ -34,8 +34,8 @@ MEGATRON = Wording(
     more_ranks="more ranks for the same model (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
     "--use-distributed-optimizer, --chunk-zero-stage 3)",
     split_states="split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)",
-    split_more="split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
-    "--placement-policy host, which the planner does not count)",
+    split_more="split gradients and parameters too, or keep them on the host (--chunk-zero-stage 3, "
+    "--placement-policy host)",
     split_model="split the model further (--tensor-model-parallel-size, --pipeline-model-parallel-size)",
     smaller_planned="a smaller --micro-batch-size, or --context-parallel-size for long sequences",
     split_sequence="--sequence-parallel beside --tensor-model-parallel-size, which splits what stands between the "

@@ -4,6 +4,7 @@ and peft with hooks, is there when the operator runs again, and nowhere else."""
 import contextlib
 import enum
 import gc
+import math
 import sys
 import types
 import weakref
@@ -48,7 +49,7 @@ class Part(nn.Module):
         super().__init__()
         self.linear, self.empty, self.read = nn.Linear(8, 8), nn.Identity(), read
         self.bent, self.tensor = torch.sin, torch.ones(())
-        self.config = types.SimpleNamespace(factor=1.0, wave=Wave.SINE, shape=torch.Size((1,)))
+        self.config = types.SimpleNamespace(factor=1.0, zero=0.0, wave=Wave.SINE, shape=torch.Size((1,)))
 
     def turned(self, x):
         return x.sin()
@@ -114,6 +115,10 @@ WAYS = {
     "object in another": (
         lambda part, x: (x * options.deep.factor).sin(),
         lambda part, scale: patch.object(options, "deep", types.SimpleNamespace(factor=scale)),
+    ),
+    "sign of zero": (
+        lambda part, x: (x * math.copysign(2.0, part.config.zero)).sin(),
+        lambda part, scale: patch.object(part.config, "zero", -0.0),
     ),
     "hook": (lambda part, x: part.empty(x).sin(), lambda part, scale: hooked(part.empty, scale)),
 }
@@ -199,13 +204,36 @@ def test_a_second_run_finds_it(way, plan, caplog):
     assert recomputed and "no effect" not in caplog.text and model is None
 
 
-@pytest.mark.parametrize("way", ["number", "function"])
+@pytest.mark.parametrize("way", ["number", "function", "hook"])
 def test_it_may_be_set_later_only(way):
     def warm_up(step, model):
         for block in model.blocks:
             block.scale = 0.5 * step
 
     assert same(trained(way, PLANS["part"], warm_up)[0], trained(way, None, warm_up)[0])
+
+
+@pytest.mark.parametrize("whose", ["part", "part.empty"])
+def test_hooks_that_collect_what_modules_return_keep_nothing_without_a_backward(whose):
+    class Collected(list):
+        pass
+
+    model, collected = Model("hook"), []
+    with mindspeed_mem.attach(model, PLANS["part"]) as attached:
+        for step in range(5):
+            outputs = Collected()
+            collected.append(weakref.ref(outputs))
+            modules = [block.get_submodule(whose) for block in model.blocks]
+            handles = [one.register_forward_hook(lambda *given, to=outputs: to.append(given[-1])) for one in modules]
+            loss = model(torch.randn(4, 8)).mean()
+            for handle in handles:
+                handle.remove()
+            if step < 2:
+                loss.backward()
+        assert attached.engine.report().recomputed_bytes
+        del loss, outputs, handles, handle
+        gc.collect()
+        assert [one() for one in collected] == [None] * 5
 
 
 def test_peft_sets_where_its_adapters_begin_by_hooks():

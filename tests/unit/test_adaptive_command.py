@@ -111,8 +111,7 @@ def test_what_does_not_fit_ends_with_status_1_and_says_what_is_needed(plan, tmp_
 def test_what_to_try_is_about_the_largest_holder(plan):
     states, chunks, split, smaller = (
         "split the optimizer's states over data-parallel ranks (--use-distributed-optimizer)",
-        "split gradients and parameters too, or keep them on the host (in training: --chunk-zero-stage 3, "
-        "--placement-policy host, which the planner does not count)",
+        "split gradients and parameters too, or keep them on the host (--chunk-zero-stage 3, --placement-policy host)",
         "split the model further (--tensor-model-parallel-size, --pipeline-model-parallel-size)",
         "a smaller --micro-batch-size, or --context-parallel-size for long sequences",
     )

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -89,10 +89,10 @@ def _places(roots: list[torch.nn.Module], called: Called) -> Iterator[Changeable
             stored[value].update(stored_by(code))
     for root in roots:
         for path, module in root.named_modules():
-            for one in _HOOKS:
-                if vars(module).get(one):
+            for one in _HOOKS if path else ():  # its own hooks run around an operator, not in it
+                if vars(module).get(one) is not None:
                     hooks = partial(changeable.item, partial(_attributes_of, changeable.reference(module)), one)
-                    yield changeable.container(f"{path or type(root).__name__}.{one}", hooks)
+                    yield _that_collect_nothing(changeable.container(f"{path}.{one}", hooks))
     modules = {id(module) for root in roots for module in root.modules()}
     yield from _of_objects(_roots_of_objects(roots, calls), modules, named, stored)
 
@@ -216,6 +216,37 @@ def _filtered(there: Changeable) -> Changeable:
     return there._replace(read=read, write=write, same=same)
 
 
+def _that_collect_nothing(hooks: Changeable) -> Changeable:
+    """Hooks that may have what modules return would be kept by it, and keep it."""
+
+    def read() -> Any:
+        found = hooks.read()
+        return UNKNOWN if any(map(_may_collect, found.values())) else found
+
+    def write(earlier: Any) -> None:
+        if earlier is not UNKNOWN:
+            hooks.write(earlier)
+
+    return hooks._replace(
+        read=read,
+        write=write,
+        same=lambda now, earlier: now is UNKNOWN or earlier is UNKNOWN or hooks.same(now, earlier),
+    )
+
+
+def _may_collect(value: Any) -> bool:
+    if type(value) is partial:
+        return any(map(_may_collect, (value.func, *value.args, *value.keywords.values())))
+    if type(value) is FunctionType:
+        cells = [one.cell_contents for one in value.__closure__ or () if one != CellType()]
+        return any(map(_may_collect, (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())))
+    if is_a(value, torch.Tensor):
+        return value.requires_grad
+    if type(value) in (list, tuple, dict) and value:  # an empty one is to be filled
+        return any(map(_may_collect, value.values() if type(value) is dict else value))
+    return not is_a(value, (*PLAIN_KINDS, ModuleType, BuiltinFunctionType, type))
+
+
 def _noted(value: Any) -> Any:
     if type(value) is list:
         return _List(value, list(value)) if is_setting(value) else UNKNOWN
@@ -238,8 +269,12 @@ def _are_same(now: Any, then: Any) -> bool:
     if now is then or now is UNKNOWN or then is UNKNOWN:
         return True
     if type(now) is _List and type(then) is _List:
-        return now.it is then.it and now.items == then.items
-    return type(now) is type(then) and (is_setting(now) or _is_plain_tuple(now)) and now == then
+        return now.it is then.it and _are_equal(now.items, then.items)
+    return type(now) is type(then) and (is_setting(now) or _is_plain_tuple(now)) and _are_equal(now, then)
+
+
+def _are_equal(now: Any, then: Any) -> bool:
+    return now == then and repr(now) == repr(then)  # 0.0 equals -0.0, and 1 equals True
 
 
 def _is_plain_tuple(value: Any) -> bool:
@@ -249,7 +284,7 @@ def _is_plain_tuple(value: Any) -> bool:
 
 def _as_it_was(value: Any) -> Any:
     if type(value) is _List:
-        return value.it if value.it == value.items else [*value.items]
+        return value.it if _are_equal(value.it, value.items) else [*value.items]
     return value
 
 

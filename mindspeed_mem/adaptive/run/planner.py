@@ -83,6 +83,7 @@ class Planner:
         self.problem = self._given = problem
         self._states_are_split, self._wording = states_are_split, wording
         self._least: dict[int, int] = {}  # temporaries of stages, since they had too little memory
+        self._any_fits = True  # by what is known so far
         self.tries: list[Try] = []
         self.kept: Try | None = None
         """The plan that was settled on."""
@@ -100,7 +101,6 @@ class Planner:
         now = self.tries[-1]
         now.measured = as_planned(now.problem, now.found.plan, now.found.simulated, measured)
         self.problem = self._corrected(now.problem, now.found.plan, now.found.simulated, now.measured)
-        why = ""
         if len(self.tries) < ROUNDS:
             found, why = self._searched()
             again = Search(self.problem).simulated(now.found.plan)
@@ -108,7 +108,7 @@ class Planner:
             known = any(one.config == memory_config(self.problem, found.plan) for one in self.tries)
             if not known and (now.evicted or max(again.peaks) > self.problem.device_limit or gain > _WORTH):
                 return self._try(found, why, now.line())
-        return self._settle(now, any_fits=not why)
+        return self._settle(now)
 
     def overrun(self, lacks: Sequence[tuple[int, int, int]]) -> Decision:
         """The settled plan no longer fits. ``lacks``: the stage of each rank, the bytes that had to leave on it in one
@@ -158,8 +158,11 @@ class Planner:
     def _searched(self) -> tuple[Found, str]:
         """The best plan; where none fits, the one that needs least, with the reason."""
         search = Search(self.problem)
+        self._any_fits = False
         try:
-            return search.best(), ""
+            found = search.best()
+            self._any_fits = True
+            return found, ""
         except InfeasibleError as error:
             said = error.text(self._states_are_split, self._wording)
             return search.least(), f"{said}\n  until then activations are evicted when memory runs out"
@@ -171,12 +174,12 @@ class Planner:
         number = f"plan {len(self.tries)}: {self.tries[-1].line()} ({limit}, HiGHS)"
         return Decision(config, False, tuple(line for line in (before, why, number) if line))
 
-    def _settle(self, now: Try, any_fits: bool) -> Decision:
+    def _settle(self, now: Try) -> Decision:
         self.kept = min(self.tries, key=lambda one: (one.evicted, one.retried, one.seconds))
         changed = None if self.kept is now else self.kept.config
         which = f"settled on plan {self.tries.index(self.kept) + 1} of {len(self.tries)}"
         lines = (now.line(), f"{which}: {self.kept.line()}", *_otherwise(self.kept))
-        return Decision(changed, True, lines, fits=any_fits or not self.kept.evicted)
+        return Decision(changed, True, lines, fits=self._any_fits or not self.kept.evicted)
 
 
 def _otherwise(kept: Try) -> list[str]:
