@@ -29,7 +29,8 @@ class Training:
 
     def step(self):
         """Its loss and gradients, by numpy, whose memory is not counted."""
-        loss = self.model(input_ids=IDS, labels=IDS).loss
+        ids = IDS.clone()  # which is gone with the step, as a batch is
+        loss = self.model(input_ids=ids, labels=ids).loss
         loss.backward()
         found = [one.detach().numpy().copy().tobytes() for one in (loss, *(p.grad for p in self.model.parameters()))]
         self.optimizer.step()

@@ -151,6 +151,8 @@ def _of_objects(
         if is_a(value, type):
             yield from _of_classes(value, named, stored, seen)
             continue
+        if not is_a(value, torch.nn.Module) and any(map(_is_ours, vars(kind).values())):
+            continue  # what it is told for backward, as Megatron's replay of routers, is that method's to heed
         if kind is dict:
             there = partial(_if_dict, get)
         elif is_a(value, torch.nn.Module) or kind in OBJECTS or not is_foreign(kind.__module__):
