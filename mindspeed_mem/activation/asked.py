@@ -46,7 +46,7 @@ def ask(module: nn.Module, mark: str, value: Any) -> None:
         _put(module, mark, before)
         if engine.in_force.config is not config:
             engine.adopt(config, lambda mine: [mine], tell=False)
-            engine.in_force.tells = told
+            engine.in_force.tells = told  # all of it has been told, but the plan is still whose it was
         raise
 
 

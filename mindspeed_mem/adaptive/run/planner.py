@@ -158,12 +158,11 @@ class Planner:
     def _searched(self) -> tuple[Found, str]:
         """The best plan; where none fits, the one that needs least, with the reason."""
         search = Search(self.problem)
-        self._any_fits = False
         try:
-            found = search.best()
-            self._any_fits = True
+            found, self._any_fits = search.best(), True
             return found, ""
         except InfeasibleError as error:
+            self._any_fits = False
             said = error.text(self._states_are_split, self._wording)
             return search.least(), f"{said}\n  until then activations are evicted when memory runs out"
 
