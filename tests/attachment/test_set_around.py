@@ -117,7 +117,7 @@ WAYS = {
         lambda part, scale: patch.object(options, "deep", types.SimpleNamespace(factor=scale)),
     ),
     "sign of zero": (
-        lambda part, x: (x * math.copysign(2.0, part.config.zero)).sin(),
+        lambda part, x: (x * math.copysign(2.0, part.config.zero)).cos(),  # whose gradient has the sign
         lambda part, scale: patch.object(part.config, "zero", -0.0),
     ),
     "hook": (lambda part, x: part.empty(x).sin(), lambda part, scale: hooked(part.empty, scale)),
