@@ -20,6 +20,7 @@ from mindspeed_mem.activation.observe.rank_profile import (
     Outside,
     RankProfile,
 )
+from mindspeed_mem.activation.operator_runs import OperatorRuns
 from mindspeed_mem.activation.storage.ledger import LEDGER
 from mindspeed_mem.adaptive import Plan, StagePlan
 from mindspeed_mem.adaptive.problem import from_profile
@@ -36,13 +37,16 @@ LINK = LinkSpeed(out=1.0, back=1.0, out_alone=1.0, back_alone=1.0)
 
 def listed(engine: Engine) -> list[tuple[int, str]]:
     """The operators that start from now on, as (layer, path)."""
-    started, start = [], engine.operators._start
+    started = []
 
-    def note(layer: int, path: str, marker: bool) -> None:
-        started.append((layer, path))
-        start(layer, path, marker)
+    class Listed(OperatorRuns):
+        __slots__ = ()
 
-    engine.operators._start = note
+        def _start(self, layer: int, path: str, marker: bool) -> None:
+            started.append((layer, path))
+            super()._start(layer, path, marker)
+
+    engine.operators.__class__ = Listed
     return started
 
 

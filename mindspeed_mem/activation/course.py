@@ -48,6 +48,7 @@ class Course:
         "natively",
         "held",
         "small_bytes",
+        "switches",
         "uses",
         "at",
         "index",
@@ -80,6 +81,8 @@ class Course:
         """How many storages that have left are held by others all the same."""
         self.small_bytes = 0
         """Of what is selected and saved without a handle, since it is too small."""
+        self.switches = True
+        """What runs is written down: second runs take what operators make."""
         self.uses = 0
         self.at = self.index = 0  # where the forward that goes by it is: operators started, tensors saved since
 
@@ -204,7 +207,7 @@ class Watch:
         needed |= {number for number in signed if not self._results[number]}
         for number in range(1, len(self._operators)):
             course.hooked.append(number in needed or course.hooked[self._parents[number]])
-        course.operators, course.layers = self._operators, layers
+        course.operators, course.layers, course.switches = self._operators, layers, in_force.recomputes
         course.signed = {number for number in signed if not course.hooked[number]}
         heard = [hooked or number in course.signed for number, hooked in enumerate(course.hooked)]
         quiet = zip(heard, self._operators, self._inline, strict=True)

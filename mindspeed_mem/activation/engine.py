@@ -188,6 +188,8 @@ class Engine:
     def run_fused(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that may be compiled, inside an inline operator."""
         if self.survival is None:
+            if self.position.rerun is None and self.observation.counting is None:  # nobody has to look into it
+                return call(*args, **kwargs)
             return self.operators.run_fused(call, args, kwargs)
         return self.survival.run_compiled(self.operators.run_fused, call, args, kwargs)
 
@@ -286,6 +288,8 @@ def use(engine: Engine | None) -> Engine | None:
     """Make ``engine`` this process's engine from now on; return the earlier one. Not in the middle of a step."""
     global in_use
     in_use, earlier = engine, in_use
+    if hot_path.native is not None:
+        hot_path.native.use(engine)
     if engine is not None:
         engine._settle()
     return earlier

@@ -33,6 +33,17 @@ class OperatorRuns:
         resolve: makes the plan, where nobody has said that all layers are built.
     """
 
+    __slots__ = (
+        "_position",
+        "_in_force",
+        "_saved",
+        "_second_runs",
+        "_passes",
+        "_observation",
+        "_natives",
+        "_resolve",
+    )
+
     def __init__(
         self,
         position: Position,
@@ -71,13 +82,13 @@ class OperatorRuns:
             result = self._run_module(layer, path, original, module, args, kwargs)
             self._sign_at(result)
             return result
-        by_course = self._position.course is not None
-        hooks = saved_tensors_hooks(*self._saved.hooks)
-        try:
-            if not by_course:
+        hooks = None
+        if self._position.course is None:
+            hooks = saved_tensors_hooks(*self._saved.hooks)
+            try:
                 hooks.__enter__()
-        except RuntimeError:  # somebody has disabled hooks here: run natively
-            return self._run_module(layer, path, original, module, args, kwargs)
+            except RuntimeError:  # somebody has disabled hooks here: run natively
+                return self._run_module(layer, path, original, module, args, kwargs)
         second_runs.hooked = True
         try:
             result = self._run_module(layer, path, original, module, args, kwargs)
@@ -86,7 +97,7 @@ class OperatorRuns:
             return result
         finally:
             second_runs.hooked = False
-            if not by_course:
+            if hooks is not None:
                 hooks.__exit__()
 
     def _run_module(self, layer: int, path: str, original: Callable, module: Any, args: tuple, kwargs: dict) -> Any:
@@ -244,7 +255,7 @@ class OperatorRuns:
             micro_batch.switch(layer, path, micro_batch.count)
             if self._observation.stopwatch is not None:
                 self._observation.stopwatch.switch(layer, path)
-        if micro_batch.fresh or micro_batch.due or micro_batch.mover.late.nbytes:
+        if micro_batch.fresh or micro_batch.due or micro_batch.late.nbytes:
             micro_batch.operator_ended()
 
     def _by_course(self, micro_batch: MicroBatch, layer: int, path: str) -> None:

@@ -13,7 +13,7 @@ from mindspeed_mem.activation import course, hot_path, operator_runs, regions, s
 from mindspeed_mem.activation.observe.observation import Observation
 from mindspeed_mem.activation.position import NO_OPERATOR, Position
 from mindspeed_mem.activation.rerun import arguments, dropped, module_rerun, rng, second_run, settings, tape, trial
-from mindspeed_mem.activation.storage import ledger, marks, micro_batch, mover, own_tensors, records
+from mindspeed_mem.activation.storage import late_copies, ledger, marks, micro_batch, mover, own_tensors, records
 from mindspeed_mem.activation.survive import eviction
 from mindspeed_mem.device import accelerator, base, cpu, fast_tensors, slabs
 
@@ -25,6 +25,8 @@ def use(module: ModuleType | None) -> None:
     for (cls, name), method in _in_python.items():
         setattr(cls, name, method)
     _in_python.clear()
+    if hot_path.native is not None:
+        hot_path.native.use(None)
     hot_path.native = module
     if module is None:
         return
@@ -40,6 +42,7 @@ def use(module: ModuleType | None) -> None:
         "Unseen": ledger.Unseen,
         "Marks": marks.Marks,
         "Mover": mover.Mover,
+        "LateCopies": late_copies.LateCopies,
         "EvictingMover": eviction.EvictingMover,
         "Slab": slabs.Slab,
         "CpuBackend": cpu.CpuBackend,

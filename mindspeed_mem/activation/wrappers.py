@@ -107,7 +107,7 @@ def _forward(original: Callable) -> Callable:
                 micro_batch.bounds.append(_sequence_nr())
                 micro_batch.running.append((top[0], top[1], micro_batch.count))
             due = micro_batch.due
-            if micro_batch.fresh or (due and due[0][0] <= micro_batch.count) or micro_batch.mover.late.nbytes:
+            if micro_batch.fresh or (due and due[0][0] <= micro_batch.count) or micro_batch.late.nbytes:
                 micro_batch.operator_ended()
         return result
 
@@ -197,12 +197,12 @@ def _end(original: Callable) -> Callable:
                 elif regions.last_of(top[1]) == regions.inline_path("", suffix):
                     stack.pop()
                     micro_batch: Any = position.micro_batch
-                    if looks or engine.in_force.recomputes:
+                    if looks or course.switches:
                         layer, path, _ = stack[-1] if stack else NO_OPERATOR
                         micro_batch.bounds.append(_sequence_nr())
                         micro_batch.running.append((layer, path, micro_batch.count))
                     due = micro_batch.due
-                    if micro_batch.fresh or (due and due[0][0] <= micro_batch.count) or micro_batch.mover.late.nbytes:
+                    if micro_batch.fresh or (due and due[0][0] <= micro_batch.count) or micro_batch.late.nbytes:
                         micro_batch.operator_ended()
         if msg is None and names.get("_nvtx_enabled"):
             msg = _caller()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 
+import mindspeed_mem
+from mindspeed_mem.activation.storage.ledger import LEDGER
+from tests.attachment.plain_models import Net, accumulated, loss_of, results, same
 from tests.swap_runs import again, entry, op
 from tests.sweeping import apart
 from tests.worlds import on_ranks, parallel
@@ -333,3 +338,28 @@ def after_many_shapes() -> tuple[list[int], int]:
 def test_shapes_that_came_once_keep_nobody_from_learning():
     [(packed, known)] = on_ranks(1, after_many_shapes)
     assert packed[2] < packed[0] == packed[1] and known <= 6
+
+
+def test_a_backward_that_is_compiled_is_followed():
+    """Where what an operator saves has no hook, its node says that its backward begins, also as part of a graph."""
+    swap = {"swap": True, "smallest_bytes": 0}
+    plan = {"swap_config": swap | {"op_swap": [{"op_name": "fc1", "backward_prefetch": 2, "layers": True}]}}
+
+    def compiled(model):
+        loss = loss_of(model)
+        with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+            loss.backward()
+        return [loss]
+
+    torch.manual_seed(0)
+    model = Net()
+    expected = results(copy.deepcopy(model), accumulated) + results(copy.deepcopy(model), compiled)
+    with mindspeed_mem.attach(model, plan) as attached:
+        alike = copy.deepcopy(model.state_dict())
+        found = results(model, accumulated)
+        model.load_state_dict(alike)
+        found += results(model, compiled)
+        assert same(expected, found)
+        figures = attached.engine.report()
+    assert figures.bytes_in == figures.bytes_out > 0
+    assert LEDGER.held.now == 0

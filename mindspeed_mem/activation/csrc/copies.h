@@ -15,10 +15,7 @@
 
 namespace hot {
 
-inline Name at_streams("_streams"), at_lock("_lock"), at_backend("backend"), at_slabs("slabs"), at_late("late"),
-    at_timing("timing"), at_moved("moved"), at_several("several"), at_auto("auto"), at_compute("_compute"),
-    at_bytes_out("bytes_out"), at_copies_out("copies_out"), at_bytes_in("bytes_in"), at_copies_in("copies_in"),
-    at_one_stream("one_stream");
+inline Name at_one_stream("one_stream");
 
 // The error that Python has been told of, kept while something else runs.
 class KeptError {
@@ -72,33 +69,32 @@ class LateCopies {
  public:
   explicit LateCopies(Own late) : late_(std::move(late)) {}
 
-  bool any() const { return bytes.number(late_.get()) != 0; }
-  bool too_much() const { return bytes.number(late_.get()) > window.number(late_.get()); }
+  bool any() const { return late_copies.nbytes.number(late_.get()) != 0; }
+  bool too_much() const { return late_copies.nbytes.number(late_.get()) > late_copies.window.number(late_.get()); }
   void add(PyObject* of) const {
-    Own known = records.of(late_.get()), id = own(PyLong_FromVoidPtr(of));
-    if (must(PyDict_Contains(known.get(), id.get())) == 1) return;
+    PyObject* known = late_copies.records.get(late_.get());
+    Own id = own(PyLong_FromVoidPtr(of));
+    if (must(PyDict_Contains(known, id.get())) == 1) return;
     Own reference = own(PyWeakref_NewRef(of, nullptr));
-    must(PyDict_SetItem(known.get(), id.get(), reference.get()));
-    bytes.add(late_.get(), record.nbytes.number(of));
+    must(PyDict_SetItem(known, id.get(), reference.get()));
+    late_copies.nbytes.add(late_.get(), record.nbytes.number(of));
   }
   void drop(PyObject* of) const {
-    Own known = records.of(late_.get());
-    if (PyDict_GET_SIZE(known.get()) == 0) return;
+    PyObject* known = late_copies.records.get(late_.get());
+    if (PyDict_GET_SIZE(known) == 0) return;
     Own id = own(PyLong_FromVoidPtr(of));
-    if (must(PyDict_Contains(known.get(), id.get())) == 0) return;
-    must(PyDict_DelItem(known.get(), id.get()));
-    bytes.add(late_.get(), -record.nbytes.number(of));
+    if (must(PyDict_Contains(known, id.get())) == 0) return;
+    must(PyDict_DelItem(known, id.get()));
+    late_copies.nbytes.add(late_.get(), -record.nbytes.number(of));
   }
   // Empty where there is none, or it is about to be dropped by whoever found it dead.
   Own oldest() const {
-    Own known = records.of(late_.get());
     Py_ssize_t at = 0;
     PyObject *id = nullptr, *reference = nullptr;
-    return PyDict_Next(known.get(), &at, &id, &reference) ? target_of(reference) : Own();
+    return PyDict_Next(late_copies.records.get(late_.get()), &at, &id, &reference) ? target_of(reference) : Own();
   }
 
  private:
-  static inline Name bytes{"nbytes"}, window{"window"}, records{"_records"};
   Own late_;
 };
 
@@ -106,8 +102,8 @@ class LateCopies {
 class Moving {
  public:
   explicit Moving(PyObject* mover)
-      : mover(mover), backend(at_backend.of(mover)), cpu(Py_TYPE(backend.get()) == engine.CpuBackend),
-        late(at_late.of(mover)), lock_(at_lock.of(mover)) {
+      : mover(mover), backend(Own::of(mover_slots.backend.get(mover))), cpu(Py_TYPE(backend.get()) == engine.CpuBackend),
+        late(Own::of(mover_slots.late.get(mover))), lock_(Own::of(mover_slots.lock.get(mover))) {
     static Name acquire("acquire");
     acquire.call(lock_.get());
   }
@@ -121,14 +117,14 @@ class Moving {
 
   // Whether what is done here is all that is to be done.
   bool is_plain() const {
-    return at_timing.of(mover).get() == engine.UNTIMED && (cpu || is_accelerator(backend.get()));
+    return mover_slots.timing.get(mover) == engine.UNTIMED && (cpu || is_accelerator(backend.get()));
   }
   // Whether copies can be started here, too.
   bool can_copy() const {
-    return is_plain() && (cpu || (at_streams.of(mover).get() != Py_None && at_compute.of(mover).get() == Py_None));
+    return is_plain() && (cpu || (mover_slots.streams.get(mover) != Py_None && mover_slots.compute.get(mover) == Py_None));
   }
   // The one that copies go out on (0), or come in on (1).
-  Own side_stream(Py_ssize_t which) const { return Own::of(PyTuple_GET_ITEM(at_streams.of(mover).get(), which)); }
+  Own side_stream(Py_ssize_t which) const { return Own::of(PyTuple_GET_ITEM(mover_slots.streams.get(mover), which)); }
   Own record_event(PyObject* on) const { return cpu ? Own::of(engine.DONE) : hot::record_event(backend.get(), on); }
   void wait_for(PyObject* on, PyObject* of, PyObject* reason) const {
     if (!cpu) hot::wait_for(backend.get(), on, of, reason);
@@ -168,12 +164,12 @@ class OnSideStream {
   OnSideStream(const Moving& moving, PyObject* side, PyObject* compute) : mover_(moving.mover) {
     if (moving.cpu) return;
     stream_.emplace(native_of(side));
-    at_compute.set(mover_, compute);
+    mover_slots.compute.set_borrowed(mover_, compute);
   }
   ~OnSideStream() {
     if (!stream_) return;
     const KeptError error;
-    if (PyObject_SetAttr(mover_, at_compute.object(), Py_None) < 0) PyErr_Clear();
+    mover_slots.compute.set_borrowed(mover_, Py_None);
   }
   OnSideStream(const OnSideStream&) = delete;
 
@@ -248,7 +244,7 @@ inline void give_slab(PyObject* slabs, PyObject* given, PyObject* ready) {
 
 // `Mover._give_back`
 inline void give_back(const Moving& moving, PyObject* of, PyObject* ready) {
-  Own slabs = at_slabs.of(moving.mover), given = Own::of(record.slab.get(of));
+  Own slabs = Own::of(mover_slots.slabs.get(moving.mover)), given = Own::of(record.slab.get(of));
   if (given.get() == Py_None) fail_assertion("what has left has no slab");
   give_slab(slabs.get(), given.get(), ready);
   record.slab.set_borrowed(of, Py_None);
@@ -273,14 +269,14 @@ inline void send(Moving& moving, PyObject* of, PyObject* storage, Own taken, PyO
   record.source.set(of, std::move(source));
   record.slab.set(of, std::move(taken));
   record.state.set_borrowed(of, engine.COPYING);
-  at_bytes_out.add(moving.mover, record.nbytes.number(of));
-  at_copies_out.add(moving.mover, 1);
+  mover_slots.bytes_out.add(moving.mover, record.nbytes.number(of));
+  mover_slots.copies_out.add(moving.mover, 1);
 }
 
 // `Mover._send_all`
 inline void send_all(Moving& moving, PyObject* records, PyObject* side, PyObject* compute, PyObject* sent) {
-  static Name staying("staying"), no_room("no_room"), limit("limit_bytes");
-  Own slabs = at_slabs.of(moving.mover);
+  static Name no_room("no_room"), limit("limit_bytes");
+  Own slabs = Own::of(mover_slots.slabs.get(moving.mover));
   bool waited = false;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(records); ++i) {
     PyObject* one = PyList_GET_ITEM(records, i);
@@ -291,7 +287,7 @@ inline void send_all(Moving& moving, PyObject* records, PyObject* side, PyObject
     }
     Own taken = take_slab(moving, slabs.get(), record.nbytes.get(one));
     if (taken.get() == Py_None) {
-      Own stays = staying.of(moving.mover), most = limit.of(slabs.get());
+      Own stays = Own::of(mover_slots.staying.get(moving.mover)), most = limit.of(slabs.get());
       no_room.call(stays.get(), one, most.get());
       continue;
     }
@@ -377,7 +373,7 @@ inline bool release(const Moving& moving, PyObject* of, bool copied) {
   moving.late.drop(of);
   record.source.set_borrowed(of, Py_None);
   leave(of, engine.HOST, moving.mover);
-  Own counts = at_moved.of(moving.mover), key = owner_of(of);
+  Own counts = Own::of(mover_slots.moved.get(moving.mover)), key = owner_of(of);
   add_to(counts.get(), key.get(), record.nbytes.number(of));
   return true;
 }
@@ -403,7 +399,7 @@ inline void release_when_copied(PyObject* mover, PyObject* of) {
 // `Mover.release_late`
 inline void release_late(PyObject* mover) {
   static Name slowly("release_late");
-  if (!LateCopies(at_late.of(mover)).any()) return;
+  if (!LateCopies(Own::of(mover_slots.late.get(mover))).any()) return;
   if (is_ours(mover)) {
     const Moving moving(mover);
     if (moving.is_plain()) {
@@ -430,8 +426,8 @@ inline void fetch(Moving& moving, PyObject* records, Py_ssize_t begin, Py_ssize_
       PyObject* one = PyList_GET_ITEM(records, i);
       record.in_event.set_borrowed(one, done.get());
       give_back(moving, one, done.get());
-      at_bytes_in.add(moving.mover, record.nbytes.number(one));
-      at_copies_in.add(moving.mover, 1);
+      mover_slots.bytes_in.add(moving.mover, record.nbytes.number(one));
+      mover_slots.copies_in.add(moving.mover, 1);
     }
   };
   try {
@@ -557,9 +553,9 @@ inline bool is_unwatched(PyObject* mover) {
 inline void bring_back(PyObject* mover, PyObject* of) {
   static Name slowly("bring_back");
   if (is_ours(mover) && is_unwatched(mover) && record.state.get(of) == engine.LOADED &&
-      at_timing.of(mover).get() == engine.UNTIMED) {
-    Own backend = at_backend.of(mover);
-    if (is_settled(at_auto.of(mover).get())) {
+      mover_slots.timing.get(mover) == engine.UNTIMED) {
+    Own backend = Own::of(mover_slots.backend.get(mover));
+    if (is_settled(mover_slots.auto_.get(mover))) {
       if (Py_TYPE(backend.get()) == engine.CpuBackend) return;
       if (is_accelerator(backend.get()) && is_current(record.stream.get(of))) {
         wait_for(backend.get(), record.stream.get(of), record.in_event.get(of), engine.COMPUTE_AFTER_IN);

@@ -85,7 +85,7 @@ inline Own new_saves(PyObject* program) {
 inline Own new_rerun(PyObject* owner, PyObject* mover, PyObject* batch, PyObject* call_again, const Known& known,
                      PyObject* program, PyObject* inputs, PyObject* given) {
   static Name current_stream("current_stream");
-  Own made = make(engine.ModuleRerun), backend = at_backend.of(mover), aliases = own(PyList_New(0));
+  Own made = make(engine.ModuleRerun), backend = Own::of(mover_slots.backend.get(mover)), aliases = own(PyList_New(0));
   PyObject *self = made.get(), *moves_inputs = Py_False;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
     PyObject* held = PyTuple_GET_ITEM(PyList_GET_ITEM(inputs, i), 0);
@@ -126,9 +126,9 @@ inline bool may_drop(PyObject* saved, PyObject* where, PyObject* look) {
 
 // `ModuleRerun.ends`
 inline void ends_first(PyObject* self, bool draws) {
-  static Name dropped_name("dropped"), capture_as("capture_as"), look_closer("_same");
+  static Name capture_as("capture_as"), look_closer("_same");
   PyObject* saved = rerun.saved.get(self);
-  add_to(dropped_name.of(rerun.mover.get(self)).get(), rerun.owner.get(self), saves.nbytes.number(saved));
+  add_to(mover_slots.dropped.get(rerun.mover.get(self)), rerun.owner.get(self), saves.nbytes.number(saved));
   saves.made.set(saved, own(PyDict_New()));
   saves.saver.set_borrowed(saved, Py_None);
   saves.taken.set(saved, own(PyDict_New()));
@@ -179,7 +179,8 @@ inline Own first_run(PyObject* self, PyObject* where, PyObject* second_runs, PyO
                      PyObject* module, PyObject* args, PyObject* kwargs, PyObject* tensors, const Known& known) {
   static Name mover("_mover"), changes_input("_changes_input"), ran("ran"), every("every_record");
   position.about_to_run.set_borrowed(where, owner);
-  Own batch = Own::of(position.micro_batch.get(where)), saved = saved_of(self), look = observed(self);
+  Own batch = Own::of(position.micro_batch.get(where)), saved = Own::of(operator_runs.saved.get(self)),
+      look = Own::of(operator_runs.observation.get(self));
   std::vector<int64_t> versions;
   bool worked = is_empty(tensors);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
@@ -231,7 +232,7 @@ inline PyObject* run_first(PyObject* self, PyObject* where, PyObject* layer, PyO
   const long long depth = PyList_GET_SIZE(position.stack.get(where));
   if (position.micro_batch.is_none(where)) fail_assertion("an operator runs in no micro-batch");
   Own number = own(PyLong_FromLongLong(micro_batch.count.number(position.micro_batch.get(where)) + 1));
-  Own second_runs = second_runs_of(self), owner = own(PyTuple_Pack(2, layer, path));
+  Own second_runs = Own::of(operator_runs.second_runs.get(self)), owner = own(PyTuple_Pack(2, layer, path));
   Own result(guarded([&] {
     return first_run(self, where, second_runs.get(), owner.get(), original, module, args, kwargs, tensors, known)
         .release();
@@ -246,13 +247,13 @@ inline PyObject* run_first(PyObject* self, PyObject* where, PyObject* layer, PyO
 inline PyObject* run_module(PyObject* self, PyObject* where, PyObject* layer, PyObject* path, PyObject* original,
                             PyObject* module, PyObject* args, PyObject* kwargs) {
   static Name slowly("_run_module_slowly"), enters("enters");
-  Own rerunning = Own::of(position.rerun.get(where)), look = observed(self);
+  Own rerunning = Own::of(position.rerun.get(where)), look = Own::of(operator_runs.observation.get(self));
   const bool inside = Py_TYPE(rerunning.get()) == engine.ModuleRerun;
   if (observation.counting.is_none(look.get()) && (inside || rerunning.get() == Py_None)) {
     if (inside) enters.call(rerunning.get(), path, args, kwargs);
     Own said = inside ? Own::of(Py_None) : said_of(self, layer, path);  // nothing inside runs again by itself
     if (said.get() == Py_None) return run_once(self, where, layer, path, original, module, args, kwargs);
-    Own second_runs = second_runs_of(self);
+    Own second_runs = Own::of(operator_runs.second_runs.get(self));
     if (said && is_wanted(second_runs.get())) {
       const Known known = known_of(second_runs.get(), layer, path, module);
       Own tensors = own(PyList_New(0));
@@ -273,7 +274,7 @@ inline PyObject* run_module(PyObject* self, PyObject* where, PyObject* layer, Py
 inline PyObject* operator_runs_run_module(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     takes(count, 6, "_run_module takes a layer, a path, a function, a module, arguments and keywords");
-    return run_module(self, place_in(self).get(), args[0], args[1], args[2], args[3], args[4], args[5]);
+    return run_module(self, operator_runs.position.get(self), args[0], args[1], args[2], args[3], args[4], args[5]);
   });
 }
 

@@ -280,7 +280,7 @@ inline PyTypeObject HooksType = [] {
 // hooks(saved, position, mover, observation, device_type): (pack, unpack)
 inline PyObject* hooks(PyObject*, PyObject* const* args, Py_ssize_t) {
   return guarded([&] {
-    Own backend = at_backend.of(args[2]);
+    Own backend = Own::of(mover_slots.backend.get(args[2]));
     const c10::DeviceType type = device_type(Own::of(args[4]));
     const bool one_stream = at_one_stream.is_true(backend.get());
     Own made = own(HooksType.tp_alloc(&HooksType, 0));

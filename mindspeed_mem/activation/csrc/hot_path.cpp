@@ -68,9 +68,16 @@ void find_slots(PyObject* classes) {
                   &position.known, &position.watch, &position.about_to_run});
   in("Course",
      {&course.quiet, &course.inside, &course.again, &course.saves, &course.kept, &course.at, &course.index,
-      &course.operators, &course.hooked, &course.signed_});
+      &course.operators, &course.hooked, &course.signed_, &course.switches});
+  in("OperatorRuns", {&operator_runs.position, &operator_runs.in_force, &operator_runs.saved, &operator_runs.second_runs,
+                      &operator_runs.passes, &operator_runs.observation, &operator_runs.natives});
+  in("Mover", {&mover_slots.backend, &mover_slots.slabs, &mover_slots.several, &mover_slots.streams, &mover_slots.moved,
+               &mover_slots.dropped, &mover_slots.bytes_out, &mover_slots.bytes_in, &mover_slots.copies_out,
+               &mover_slots.copies_in, &mover_slots.late, &mover_slots.staying, &mover_slots.known, &mover_slots.auto_,
+               &mover_slots.timing, &mover_slots.lock, &mover_slots.compute});
+  in("LateCopies", {&late_copies.nbytes, &late_copies.window, &late_copies.records});
   in("MicroBatch",
-     {&micro_batch.mover, &micro_batch.home, &micro_batch.home_key, &micro_batch.count, &micro_batch.forward_done,
+     {&micro_batch.mover, &micro_batch.late, &micro_batch.home, &micro_batch.home_key, &micro_batch.count, &micro_batch.forward_done,
       &micro_batch.bounds, &micro_batch.running, &micro_batch.fresh, &micro_batch.due, &micro_batch.tie,
       &micro_batch.moved, &micro_batch.saving, &micro_batch.alive, &micro_batch.native, &micro_batch.ahead,
       &micro_batch.queue, &micro_batch.cursor, &micro_batch.reached, &micro_batch.in_backward,
@@ -194,9 +201,6 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"Entry", reinterpret_cast<PyObject**>(&engine.Entry)},
     };
     for (const auto& [name, to] : others) take(args[1], name, to);
-    // Only looked at later: it imports whoever calls this.
-    Own engines = own(PyImport_ImportModule("mindspeed_mem.activation.engine"));
-    Py_XSETREF(engine.engines, engines.release());
     for (const auto& [name, to] : {std::pair<const char*, PyObject**>{"held", &engine.held},
                                    {"owned", &engine.owned},
                                    {"without", &engine.without}}) {
@@ -221,6 +225,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyMethodDef functions[] = {
     {"connect", fast(connect), METH_FASTCALL, nullptr},
     {"hooks", fast(hooks), METH_FASTCALL, nullptr},
+    {"use", use, METH_O, nullptr},
     {"runs", fast(runs), METH_FASTCALL, nullptr},
     {"begins", fast(begins), METH_FASTCALL, nullptr},
     {"ends", fast(ends), METH_FASTCALL, nullptr},

@@ -26,8 +26,8 @@ inline Own distance_of_record(Hooks* of, PyObject* one, PyObject* batch) {
 
 // `MicroBatch.select`
 inline void select(PyObject* mover, PyObject* batch, PyObject* one, PyObject* distance) {
-  static Name staying("staying"), smallest("smallest"), slowly("select");
-  if (record.nbytes.number(one) < smallest.number(staying.of(mover).get())) {
+  static Name smallest("smallest"), slowly("select");
+  if (record.nbytes.number(one) < smallest.number(mover_slots.staying.get(mover))) {
     slowly.call(batch, one, distance);
     return;
   }

@@ -128,6 +128,7 @@ class Slot {
   void set_borrowed(PyObject* of, PyObject* borrowed) const { set(of, new_reference(borrowed)); }
   long long number(PyObject* of) const { return number_of(get(of)); }
   void set_number(PyObject* of, long long value) const { set(of, must(PyLong_FromLongLong(value))); }
+  void add(PyObject* of, long long more) const { set_number(of, number(of) + more); }
   bool is_none(PyObject* of) const { return get(of) == Py_None; }
 
   void find(PyObject* type) {
@@ -196,15 +197,30 @@ inline struct PositionSlots {
 
 inline struct CourseSlots {
   Slot quiet{"quiet"}, inside{"inside"}, again{"again"}, saves{"saves"}, kept{"kept"}, at{"at"}, index{"index"},
-      operators{"operators"}, hooked{"hooked"}, signed_{"signed"};
+      operators{"operators"}, hooked{"hooked"}, signed_{"signed"}, switches{"switches"};
 } course;
+
+inline struct OperatorRunsSlots {
+  Slot position{"_position"}, in_force{"_in_force"}, saved{"_saved"}, second_runs{"_second_runs"}, passes{"_passes"},
+      observation{"_observation"}, natives{"_natives"};
+} operator_runs;
+
+inline struct MoverSlots {
+  Slot backend{"backend"}, slabs{"slabs"}, several{"several"}, streams{"_streams"}, moved{"moved"}, dropped{"dropped"},
+      bytes_out{"bytes_out"}, bytes_in{"bytes_in"}, copies_out{"copies_out"}, copies_in{"copies_in"}, late{"late"},
+      staying{"staying"}, known{"known"}, auto_{"auto"}, timing{"timing"}, lock{"_lock"}, compute{"_compute"};
+} mover_slots;
+
+inline struct LateCopiesSlots {
+  Slot nbytes{"nbytes"}, window{"window"}, records{"_records"};
+} late_copies;
 
 inline struct ObservationSlots {
   Slot stopwatch{"stopwatch"}, counting{"counting"};
 } observation;
 
 inline struct MicroBatchSlots {
-  Slot mover{"mover"}, home{"home"}, home_key{"home_key"}, count{"count"}, forward_done{"forward_done"},
+  Slot mover{"mover"}, late{"late"}, home{"home"}, home_key{"home_key"}, count{"count"}, forward_done{"forward_done"},
       bounds{"bounds"}, running{"running"}, fresh{"fresh"}, due{"due"}, tie{"_tie"}, moved{"moved"},
       saving{"_saving"}, alive{"_alive"}, native{"native"}, ahead{"ahead"}, queue{"_queue"}, cursor{"_cursor"},
       reached{"_reached"}, in_backward{"in_backward"}, recomputed{"recomputed"};
@@ -270,7 +286,7 @@ inline struct Engine {
   PyObject *DEVICE = nullptr, *COPYING = nullptr, *HOST = nullptr, *LOADED = nullptr, *KEPT = nullptr,
            *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
            *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr, *TAG = nullptr;
-  PyObject *engines = nullptr, *compiler = nullptr, *under_way = nullptr, *UNKNOWN = nullptr,
+  PyObject *compiler = nullptr, *under_way = nullptr, *UNKNOWN = nullptr,
            *hooks_enabled = nullptr, *push_hooks = nullptr, *pop_hooks = nullptr, *top_hooks = nullptr,
            *under_checkpoint = nullptr, *torch = nullptr;
   PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *as_saved = nullptr, *reading = nullptr,

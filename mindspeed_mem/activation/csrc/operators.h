@@ -4,12 +4,46 @@
 
 #include "moves.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/TracerMode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include <type_traits>
 
 namespace hot {
+
+// What has been found for two objects, by their addresses: a few instructions, where a dictionary or a comparison of
+// strings takes hundreds, several times for each operator.
+class PairCache {
+ public:
+  // Borrowed; `find` returns a new reference.
+  template <class Find>
+  PyObject* of(PyObject* one, PyObject* other, Find&& find) {
+    const auto place = reinterpret_cast<uintptr_t>(one) / 16 * 31 + reinterpret_cast<uintptr_t>(other) / 16;
+    Entry& entry = entries_[place % SIZE];
+    if (entry.one.get() != one || entry.other.get() != other) {
+      Own found(must(find()));
+      entry = Entry{Own::of(one), Own::of(other), std::move(found)};  // kept, so that no other has their addresses
+    }
+    return entry.found.get();
+  }
+
+ private:
+  static constexpr uintptr_t SIZE = 1024;
+  struct Entry {
+    Own one, other, found;
+  };
+  Entry* const entries_ = new Entry[SIZE];  // never freed, as nobody knows the order in which a process ends
+};
+
+// `regions.inline_path`; borrowed.
+inline PyObject* inline_path(PyObject* parent, PyObject* suffix) {
+  static PairCache paths;
+  return paths.of(parent, suffix, [&] { return call(engine.inline_path, parent, suffix).release(); });
+}
 
 enum Quiet { NOTHING_SAVED = 0, INSIDE = 1, AGAIN = 2, AHEAD = 4, ENTERS = 8, BITS = 4 };
 
@@ -57,19 +91,57 @@ inline int start(PyObject* where, PyObject* batch, PyObject* of, PyObject* entry
   return micro_batch.ahead.is_none(batch) ? kind : kind | AHEAD;
 }
 
-// ---- regions.py
-inline bool hooks_may_be() { return must(PyObject_IsTrue(call(engine.hooks_enabled).get())); }
+// ---- the saved-tensor hooks in force. Asked and set without Python's functions, of which each takes a thousand
+// instructions; before torch 2.7 these objects were others.
+using DefaultHooks = at::SavedTensorDefaultHooks;
 
-inline bool hooks_are_ours_alone() {
-  return engine.top_hooks != Py_None && call(engine.top_hooks, Py_False).get() == Py_None && hooks_may_be();
+// What the innermost ones pack with; nullptr: there are none, or a compiler keeps them for later.
+template <class Hooks = DefaultHooks>
+Own top_pack() {
+  const auto& now = Hooks::get_tls_state();
+  using Pair = std::decay_t<decltype(now.stack.top())>;
+  if constexpr (std::is_same_v<Pair, std::pair<c10::SafePyObject, c10::SafePyObject>>) {
+    if (now.stack.empty() || now.is_tracing) return Own();
+    return Own::of(now.stack.top().first.ptr(getPyInterpreter()));
+  } else {
+    Own found = call(engine.top_hooks, Py_False);
+    return found.get() == Py_None ? Own() : Own::of(PyTuple_GET_ITEM(found.get(), 0));
+  }
 }
+
+// These are the innermost ones from now on; throws a c10::Error where somebody has disabled hooks.
+template <class Hooks = DefaultHooks>
+void push_hooks(PyObject* pack, PyObject* unpack) {
+  if constexpr (std::is_invocable_v<decltype(&Hooks::push_hooks), c10::SafePyObject, c10::SafePyObject>) {
+    Hooks::lazy_initialize();
+    Hooks::push_hooks(c10::SafePyObject(new_reference(pack), getPyInterpreter()),
+                      c10::SafePyObject(new_reference(unpack), getPyInterpreter()));
+  } else {
+    Hooks::lazy_initialize();
+    Hooks::push_hooks(new_reference(pack), new_reference(unpack));
+  }
+}
+
+template <class Hooks = DefaultHooks>
+void pop_hooks() {
+  const auto popped = Hooks::pop_hooks();
+  if constexpr (std::is_same_v<std::decay_t<decltype(popped.first)>, PyObject*>) {
+    Py_DECREF(popped.first);
+    Py_DECREF(popped.second);
+  }
+}
+
+// ---- regions.py
+inline bool hooks_may_be() { return DefaultHooks::is_enabled(); }
+
+inline bool hooks_are_ours_alone() { return engine.top_hooks != Py_None && !top_pack() && hooks_may_be(); }
 
 inline bool is_under_checkpoint() {
   static Name name("__module__");
   if (engine.top_hooks == Py_None) return call(engine.under_checkpoint).get() == Py_True;
-  Own hooks = call(engine.top_hooks, Py_False);
-  if (hooks.get() == Py_None) return false;
-  Own home(PyObject_GetAttr(PyTuple_GET_ITEM(hooks.get(), 0), name.object()));
+  Own pack = top_pack();
+  if (!pack) return false;
+  Own home(PyObject_GetAttr(pack.get(), name.object()));
   if (!home) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw python_error();
     PyErr_Clear();
@@ -148,7 +220,7 @@ inline void back_to(PyObject* batch, PyObject* stack) {
 
 inline void ended(PyObject* batch) {
   if (is_empty(micro_batch.fresh.get(batch)) && !something_is_due(batch)) {
-    if (!LateCopies(at_late.of(micro_batch.mover.get(batch))).any()) return;
+    if (!LateCopies(Own::of(micro_batch.late.get(batch))).any()) return;
   }
   operator_ended(batch);
 }
@@ -174,20 +246,17 @@ inline int mark_start(PyObject* where, PyObject* suffix) {
   if (quiet == nullptr) return 0;
   PyObject* top = last_of(position.stack.get(where));
   PyObject *layer = PyTuple_GET_ITEM(top, 0), *parent = PyTuple_GET_ITEM(top, 1);
-  Own path = call(engine.inline_path, parent, suffix);
-  PyObject* batch = position.micro_batch.get(where);
+  PyObject *path = inline_path(parent, suffix), *batch = position.micro_batch.get(where);
   const long long number = micro_batch.count.number(batch);
-  if (same(path.get(), parent)) return entry_at(quiet, number, layer, path.get()) != nullptr;
-  PyObject* entry = entry_at(quiet, number + 1, layer, path.get());
+  if (path == parent || same(path, parent)) return entry_at(quiet, number, layer, path) != nullptr;
+  PyObject* entry = entry_at(quiet, number + 1, layer, path);
   if (entry == nullptr) return 0;
   return (start(where, batch, of, entry, number + 1, kind) & AHEAD) != 0 ? 2 : 1;
 }
 
-// Whether the innermost operator that runs is inline code of that name.
-inline bool is_marked(PyObject* where, PyObject* suffix) {
-  PyObject* top = last_of(position.stack.get(where));
-  if (PyTuple_GET_ITEM(top, 2) != Py_True) return false;
-  PyObject *path = PyTuple_GET_ITEM(top, 1), *known = PyDict_GetItemWithError(engine.MARKERS, suffix);
+// Whether inline code of that name is the last part of a path.
+inline bool ends_with(PyObject* path, PyObject* suffix) {
+  PyObject* known = PyDict_GetItemWithError(engine.MARKERS, suffix);
   if (known == nullptr && PyErr_Occurred()) throw python_error();
   PyObject* name = known == nullptr ? suffix : known;
   if (!PyUnicode_Check(name)) return false;
@@ -197,8 +266,16 @@ inline bool is_marked(PyObject* where, PyObject* suffix) {
          PyUnicode_FindChar(name, '.', 0, PY_SSIZE_T_MAX, 1) < 0;
 }
 
+// Whether the innermost operator that runs is inline code of that name.
+inline bool is_marked(PyObject* where, PyObject* suffix) {
+  static PairCache answers;
+  PyObject *top = last_of(position.stack.get(where)), *path = PyTuple_GET_ITEM(top, 1);
+  if (PyTuple_GET_ITEM(top, 2) != Py_True) return false;
+  return answers.of(path, suffix, [&] { return new_reference(ends_with(path, suffix) ? Py_True : Py_False); }) == Py_True;
+}
+
 // Whether such an operator has ended.
-inline bool mark_stop(PyObject* where, PyObject* suffix, PyObject* in_use) {
+inline bool mark_stop(PyObject* where, PyObject* suffix) {
   PyObject *of = position.course.get(where), *rerunning = position.rerun.get(where);
   const bool looks = rerunning != Py_None || position.hooked.number(where) != 0;
   PyObject* stack = position.stack.get(where);
@@ -212,8 +289,7 @@ inline bool mark_stop(PyObject* where, PyObject* suffix, PyObject* in_use) {
   if (!is_marked(where, suffix)) return true;
   must(PyList_SetSlice(stack, PyList_GET_SIZE(stack) - 1, PyList_GET_SIZE(stack), nullptr));
   Own batch = Own::of(position.micro_batch.get(where));
-  static Name in_force("in_force"), recomputes("recomputes");
-  if (looks || recomputes.is_true(in_force.of(in_use).get())) back_to(batch.get(), stack);
+  if (looks || course.switches.get(of) == Py_True) back_to(batch.get(), stack);
   ended(batch.get());
   return true;
 }

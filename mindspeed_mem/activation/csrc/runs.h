@@ -5,50 +5,32 @@
 #include "operators.h"
 #include "saves.h"
 
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
 namespace hot {
 
 // Of an `OperatorRuns`.
-inline Own place_in(PyObject* self) {
-  static Name name("_position");
-  return name.of(self);
-}
-inline Own second_runs_of(PyObject* self) {
-  static Name name("_second_runs");
-  return name.of(self);
-}
-inline Own observed(PyObject* self) {
-  static Name name("_observation");
-  return name.of(self);
-}
-inline Own plan_of(PyObject* self) {
-  static Name name("_in_force");
-  return name.of(self);
-}
 inline bool recomputes(PyObject* self) {
   static Name name("recomputes");
-  return name.is_true(plan_of(self).get());
+  return name.is_true(operator_runs.in_force.get(self));
 }
 
 // What `PlanInForce.recompute` has said: None of an operator that does not run again; empty: nobody has asked yet.
 inline Own said_of(PyObject* self, PyObject* layer, PyObject* path) {
   static Name said("_recompute");
   if (!recomputes(self)) return Own::of(Py_None);
-  Own answers = said.of(plan_of(self).get()), key = own(PyTuple_Pack(2, layer, path));
+  Own answers = said.of(operator_runs.in_force.get(self)), key = own(PyTuple_Pack(2, layer, path));
   return found_in(answers.get(), key.get());
-}
-inline Own saved_of(PyObject* self) {
-  static Name name("_saved");
-  return name.of(self);
 }
 inline Own hooks_of(PyObject* self) {
   static Name name("hooks");
-  return name.of(saved_of(self).get());
+  return name.of(operator_runs.saved.get(self));
 }
 
 // Whoever measures times is told what runs.
 inline void tell_stopwatch(PyObject* self, PyObject* layer, PyObject* path) {
-  Own look = observed(self);
-  PyObject* watch = observation.stopwatch.get(look.get());
+  PyObject* watch = observation.stopwatch.get(operator_runs.observation.get(self));
   if (watch == Py_None) return;
   static Name switches("switch");
   switches.call(watch, layer, path);
@@ -56,7 +38,7 @@ inline void tell_stopwatch(PyObject* self, PyObject* layer, PyObject* path) {
 
 // `OperatorRuns._by_course`
 inline void by_course(PyObject* self, PyObject* where, PyObject* batch, PyObject* layer, PyObject* path) {
-  static Name depart("depart"), natives("_natives"), hooked("hooked");
+  static Name depart("depart"), hooked("hooked");
   PyObject *of = position.course.get(where), *count = micro_batch.count.get(batch);
   if (of != engine.UNKNOWN) {
     const long long number = number_of(count);
@@ -72,28 +54,22 @@ inline void by_course(PyObject* self, PyObject* where, PyObject* batch, PyObject
       }
       if (PyList_GET_ITEM(course.hooked.get(of), number) != Py_True) return;
     } else {
-      depart.call(natives.of(self).get());
+      depart.call(operator_runs.natives.get(self));
     }
   }
-  if (position.hooked.number(where) != 0 || !hooked.is_true(second_runs_of(self).get()) ||
+  if (position.hooked.number(where) != 0 || !hooked.is_true(operator_runs.second_runs.get(self)) ||
       !hooks_are_ours_alone()) {
     return;
   }
-  // Under a checkpoint, whose hooks must stay innermost, or where somebody has disabled hooks: run natively.
+  // not under a checkpoint, whose hooks must stay innermost, nor where somebody has disabled hooks: it runs natively
   Own hooks = hooks_of(self);
-  Own pushed(PyObject_CallObject(engine.push_hooks, hooks.get()));
-  if (pushed) {
-    position.hooked.set_number(where, PyList_GET_SIZE(position.stack.get(where)));
-  } else if (PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-    PyErr_Clear();
-  } else {
-    throw python_error();
-  }
+  push_hooks(PyTuple_GET_ITEM(hooks.get(), 0), PyTuple_GET_ITEM(hooks.get(), 1));
+  position.hooked.set_number(where, PyList_GET_SIZE(position.stack.get(where)));
 }
 
 // `OperatorRuns._start`
 inline void begin_run(PyObject* self, PyObject* where, PyObject* layer, PyObject* path, PyObject* marker) {
-  static Name starts("starts"), reaches("forward_reaches"), passes("_passes");
+  static Name starts("starts"), reaches("forward_reaches");
   Own batch = Own::of(position.micro_batch.get(where));
   if (batch.get() == Py_None) fail_assertion("an operator runs in no micro-batch");
   micro_batch.count.set_number(batch.get(), micro_batch.count.number(batch.get()) + 1);
@@ -109,7 +85,7 @@ inline void begin_run(PyObject* self, PyObject* where, PyObject* layer, PyObject
     switch_to(batch.get(), layer, path);
   }
   tell_stopwatch(self, layer, path);
-  if (!micro_batch.ahead.is_none(batch.get())) reaches.call(passes.of(self).get(), batch.get());
+  if (!micro_batch.ahead.is_none(batch.get())) reaches.call(operator_runs.passes.get(self), batch.get());
 }
 
 // `OperatorRuns._leave`
@@ -121,9 +97,8 @@ inline void leave_run(PyObject* self, PyObject* where, long long depth) {
     stops.call(position.watch.get(where), own(PyLong_FromLongLong(depth)).get());
   }
   if (position.hooked.number(where) <= depth) return;
-  Own top = call(engine.top_hooks, Py_False);
-  if (top.get() != Py_None && PyTuple_GET_ITEM(top.get(), 0) == PyTuple_GET_ITEM(hooks_of(self).get(), 0)) {
-    call(engine.pop_hooks);
+  if (top_pack().get() == PyTuple_GET_ITEM(hooks_of(self).get(), 0)) {
+    pop_hooks();
     position.hooked.set_number(where, 0);
   }
 }
@@ -139,7 +114,7 @@ inline void end_run(PyObject* self, PyObject* where, long long depth) {
     if (depth < PyList_GET_SIZE(stack)) must(PyList_SetSlice(stack, depth, PyList_GET_SIZE(stack), nullptr));
   } else {
     if (!position.rerun.is_none(where)) {
-      stop_tape.call(second_runs_of(self).get(), own(PyLong_FromLongLong(depth)).get());
+      stop_tape.call(operator_runs.second_runs.get(self), own(PyLong_FromLongLong(depth)).get());
     }
     leave_run(self, where, depth);
     back_to(batch.get(), stack);
@@ -183,7 +158,7 @@ inline Own result_of(PyObject* original, PyObject* module, PyObject* args, PyObj
   return own(module == nullptr ? PyObject_Call(original, args, kwargs) : call_with(original, module, args, kwargs));
 }
 
-// A hook before backward of an operator's result: `self` is its micro-batch and number.
+// `self` is a micro-batch and the number of an operator, whose backward begins.
 inline PyObject* backward_begins(PyObject* self, PyObject*) {
   return guarded([&] {
     unpacks(PyTuple_GET_ITEM(self, 0), PyTuple_GET_ITEM(self, 1));
@@ -191,18 +166,49 @@ inline PyObject* backward_begins(PyObject* self, PyObject*) {
   });
 }
 
+// Says so before the node of its result runs; what `register_prehook` makes for that takes ten times as long.
+class BackwardBegins : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BackwardBegins(Own place) : place_(std::move(place)) {}
+  ~BackwardBegins() override {
+    if (!Py_IsInitialized()) {
+      place_.release();
+      return;
+    }
+    const pybind11::gil_scoped_acquire here;
+    place_ = Own();
+  }
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    const pybind11::gil_scoped_acquire here;
+    if (!Own(backward_begins(place_.get(), nullptr))) {
+      python_error raised;
+      raised.persist();
+      throw raised;
+    }
+    return gradients;
+  }
+  // Where backward is compiled, as a hook in Python. Which of these torch asks depends on its version.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const { add_to(args); }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) { add_to(args); }
+
+ private:
+  void add_to(torch::dynamo::autograd::CompiledNodeArgs& args) const {
+    static PyMethodDef hook = {"backward_begins", backward_begins, METH_O, nullptr};
+    const pybind11::gil_scoped_acquire here;
+    args.add_pre_hook(c10::SafePyObject(must(PyCFunction_New(&hook, place_.get())), getPyInterpreter()));
+  }
+  Own place_;
+};
+
 // `OperatorRuns._sign_at`, where the course says so; `of`: the course, or None.
 inline void sign(PyObject* self, PyObject* where, PyObject* of, PyObject* number, PyObject* result) {
-  static Name covered("covered"), grad_fn("grad_fn"), before("register_prehook");
-  static PyMethodDef hook = {"backward_begins", backward_begins, METH_O, nullptr};
+  static Name covered("covered");
   if (of == Py_None || must(PySet_Contains(course.signed_.get(of), number)) == 0) return;
   const bool several = (PyTuple_Check(result) || PyList_Check(result)) && PySequence_Fast_GET_SIZE(result) > 0;
   PyObject *output = several ? PySequence_Fast_GET_ITEM(result, 0) : result, *batch = position.micro_batch.get(where);
-  if (!THPVariable_Check(output) || batch == Py_None || !covered.is_true(plan_of(self).get())) return;
-  Own node = grad_fn.of(output);
-  if (node.get() == Py_None) return;
-  Own place = own(PyTuple_Pack(2, batch, number)), begins = own(PyCFunction_New(&hook, place.get()));
-  before.call(node.get(), begins.get());
+  if (!THPVariable_Check(output) || batch == Py_None || !covered.is_true(operator_runs.in_force.get(self))) return;
+  const auto node = THPVariable_Unpack(output).grad_fn();
+  if (node) node->add_pre_hook(std::make_unique<BackwardBegins>(own(PyTuple_Pack(2, batch, number))));
 }
 
 // `OperatorRuns._run_within`
@@ -242,41 +248,50 @@ inline PyObject* run_once(PyObject* self, PyObject* where, PyObject* layer, PyOb
 // ---- the same as methods
 inline PyObject* operator_runs_start(PyObject* self, PyObject* const* args, Py_ssize_t) {
   return guarded([&] {
-    begin_run(self, place_in(self).get(), args[0], args[1], args[2]);
+    begin_run(self, operator_runs.position.get(self), args[0], args[1], args[2]);
     return new_reference(Py_None);
   });
 }
 
 inline PyObject* operator_runs_leave(PyObject* self, PyObject* depth) {
   return guarded([&] {
-    leave_run(self, place_in(self).get(), number_of(depth));
+    leave_run(self, operator_runs.position.get(self), number_of(depth));
     return new_reference(Py_None);
   });
 }
 
 inline PyObject* operator_runs_ended(PyObject* self, PyObject* depth) {
   return guarded([&] {
-    end_run(self, place_in(self).get(), number_of(depth));
+    end_run(self, operator_runs.position.get(self), number_of(depth));
     return new_reference(Py_None);
   });
 }
 
 inline PyObject* operator_runs_run_once(PyObject* self, PyObject* const* args, Py_ssize_t) {
   return guarded([&] {
-    return run_once(self, place_in(self).get(), args[0], args[1], args[2], nullptr, args[3], args[4]);
+    return run_once(self, operator_runs.position.get(self), args[0], args[1], args[2], nullptr, args[3], args[4]);
   });
 }
 
 inline void add_to_signature(PyObject* self, PyObject* signature, PyObject* tensor) {
-  if (!THPVariable_Check(tensor)) return;
+  if (tensor == Py_None || !THPVariable_Check(tensor)) return;  // most are None, of which it would ask its type
   static Name shape("shape"), shapes_in("_shapes_in"), dtype("dtype"), held("_held_by_others");
   const at::Tensor& of = THPVariable_Unpack(tensor);
   const bool strided = of.layout() == c10::kStrided, nested = strided && of.is_nested();
-  must(PyList_Append(signature, (nested ? shapes_in.call(self, tensor) : shape.of(tensor)).get()));
-  must(PyList_Append(signature, dtype.of(tensor).get()));
+  const bool plain = strided && !nested && fast_tensors::is_tensor(tensor);
+  const auto size = [&] { return nested ? shapes_in.call(self, tensor) : shape.of(tensor); };
+  must(PyList_Append(signature, (plain ? tuple_of(of.sizes(), &THPSizeType) : size()).get()));
+  Own kind = plain ? Own::of(reinterpret_cast<PyObject*>(torch::getTHPDtype(of.scalar_type()))) : dtype.of(tensor);
+  must(PyList_Append(signature, kind.get()));
   must(PyList_Append(signature, of.requires_grad() ? Py_True : Py_False));
-  // others than strided ones may have several storages, or none
-  if (strided && !nested && fast_tensors::is_tensor(tensor) && !of.grad_fn()) held.call(self, tensor);
+  if (!plain || of.grad_fn()) return;  // others may have several storages, or none
+  if (of.requires_grad()) {
+    held.call(self, tensor);
+  } else {
+    Own storage = storage_of(of), attributes = attributes_of(storage.get());
+    PyObject* known = marks_in(attributes.get());
+    keep_here((known == nullptr ? new_marks(attributes.get()) : Own::of(known)).get());
+  }
 }
 
 // _signature(training, args, kwargs): what decides what a layer saves.

@@ -18,12 +18,12 @@ struct Hooks {
   bool one_stream;
 };
 
-inline bool has_several_streams(PyObject* mover) { return PyObject_Size(at_several.of(mover).get()) > 0; }
+inline bool has_several_streams(PyObject* mover) { return !is_empty(mover_slots.several.get(mover)); }
 
 // Whether the current stream is the one that a micro-batch began on.
 inline bool is_home(PyObject* mover, PyObject* batch) {
   static Name stream_key("stream_key");
-  Own backend = at_backend.of(mover);
+  Own backend = Own::of(mover_slots.backend.get(mover));
   if (at_one_stream.is_true(backend.get())) return true;
   if (is_accelerator(backend.get())) return is_current(micro_batch.home.get(batch));
   return same(stream_key.call(backend.get()).get(), micro_batch.home_key.get(batch));
@@ -415,9 +415,8 @@ inline bool can_run(PyObject* rerunning) {
 
 // `Rerun.take`, of a record that is still there
 inline void take(PyObject* rerunning, PyObject* of) {
-  static Name dropped_name("dropped");
   leave(of, engine.DROPPED, rerunning);
-  add_to(dropped_name.of(rerun.mover.get(rerunning)).get(), rerun.owner.get(rerunning), record.nbytes.number(of));
+  add_to(mover_slots.dropped.get(rerun.mover.get(rerunning)), rerun.owner.get(rerunning), record.nbytes.number(of));
 }
 
 // `Rerun.makes`

@@ -276,8 +276,8 @@ inline bool bring_back_again(PyObject* self, PyObject* of) {
 inline PyObject* rerun_runs_again(PyObject* self, PyObject*) {
   return guarded([&] {
     static Name slowly("run_again_slowly"), remake("remake"), counted("second_runs");
-    Own mover = Own::of(rerun.mover.get(self)), backend = at_backend.of(mover.get());
-    if (!is_ours(mover.get()) || at_timing.of(mover.get()).get() != engine.UNTIMED) return slowly.call(self).release();
+    Own mover = Own::of(rerun.mover.get(self)), backend = Own::of(mover_slots.backend.get(mover.get()));
+    if (!is_ours(mover.get()) || mover_slots.timing.get(mover.get()) != engine.UNTIMED) return slowly.call(self).release();
     if (!at_one_stream.is_true(backend.get()) &&
         !(is_accelerator(backend.get()) && is_current(rerun.stream.get(self)))) {
       return slowly.call(self).release();

@@ -58,7 +58,7 @@ inline Own owner_in(PyObject* batch, const at::Tensor& tensor) {
 // `SavedTensors._make`, of a `SavedTensors`; empty: the storage had moved, and is saved again.
 inline Own record_of_new(PyObject* self, PyObject* mover, PyObject* batch, PyObject* owner, PyObject* storage,
                          PyObject* marks, const at::Tensor& tensor) {
-  static Name in_force("_in_force"), layers("num_layers"), known("known"), add("add"), record_name("record");
+  static Name in_force("_in_force"), layers("num_layers"), add("add"), record_name("record");
   PyObject *layer = PyTuple_GET_ITEM(owner, 0), *op = PyTuple_GET_ITEM(owner, 1);
   Own maker = own(PyTuple_Pack(2, layer, op)), distance = own(PyLong_FromLong(0));
   const bool owned = number_of(layer) >= 0 && number_of(layer) < layers.number(in_force.of(self).get());
@@ -66,7 +66,7 @@ inline Own record_of_new(PyObject* self, PyObject* mover, PyObject* batch, PyObj
   if (!counted) return Own();
   Own made = new_record(mover, batch, owner, storage, counted.get(), tensor, distance.get());
   record.state.set_borrowed(made.get(), engine.KEPT);
-  Own all = known.of(mover);
+  Own all = Own::of(mover_slots.known.get(mover));
   if (all.get() != Py_None) add.call(all.get(), made.get());
   record_name.set(marks, reference_to(made.get()).get());
   return made;

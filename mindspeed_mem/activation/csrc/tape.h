@@ -38,9 +38,9 @@ inline Own distance_of(const Hooks* of, PyObject* layer, PyObject* op) {
 // `SavedTensors._new_record` on a tape: the record, or None of what stays; empty: it is out of the ordinary.
 inline Own begin_record(const Hooks* of, PyObject* tape, PyObject* storage, PyObject* marks, PyObject* batch,
                         const at::Tensor& tensor) {
-  static Name is_static("static"), known("known"), made("_made"), every("every_record"), record_name("record"),
+  static Name is_static("static"), made("_made"), every("every_record"), record_name("record"),
       by_producer("by_producer_only"), in_force("_in_force"), layers("num_layers");
-  if (is_static.is_true(marks) || tensor.storage().nbytes() == 0 || known.of(of->mover).get() != Py_None) return Own();
+  if (is_static.is_true(marks) || tensor.storage().nbytes() == 0 || mover_slots.known.get(of->mover) != Py_None) return Own();
   Own key = key_on_tape(tape, marks), plan = in_force.of(of->saved);
   const bool made_here = key && must(PyDict_Contains(made.of(tape).get(), key.get())) == 1;
   Own owner = owner_in(batch, tensor), maker = own(PyTuple_GetSlice(owner.get(), 0, 2));

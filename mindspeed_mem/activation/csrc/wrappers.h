@@ -6,26 +6,51 @@
 
 namespace hot {
 
-inline Name at_position{"position"}, at_operators{"operators"}, at_passes{"passes"};
+// The engine in use, if any, and its parts.
+struct Now {
+  Own engine, position, operators;
+};
+inline Now& now = *new Now;  // never freed, as nobody knows the order in which a process ends
 
-// The engine in use, unless a compiler looks on.
-inline Own engine_in_use() {
-  static Name in_use("in_use"), compiling("_is_compiling_flag");
-  PyObject* found = of_module(engine.engines, in_use);
-  return found == Py_None || of_module(engine.compiler, compiling) == Py_True ? Own() : Own::of(found);
+// use(engine): from now on it is this one; None: there is none.
+inline PyObject* use(PyObject*, PyObject* given) {
+  return guarded([&] {
+    static Name place("position"), operators("operators");
+    const bool none = given == Py_None;
+    now.position = none ? Own() : place.of(given);
+    now.operators = none ? Own() : operators.of(given);
+    now.engine = none ? Own() : Own::of(given);
+    return new_reference(Py_None);
+  });
 }
 
-inline void tell_ahead(PyObject* in_use, PyObject* where) {
+// Where it is in its model, and who runs its operators; empty where there is none, or a compiler looks on.
+struct InUse {
+  InUse() {
+    static Name compiling("_is_compiling_flag");
+    if (!now.engine || of_module(engine.compiler, compiling) == Py_True) return;
+    where = Own::of(now.position.get());
+    operators = Own::of(now.operators.get());
+  }
+  explicit operator bool() const { return static_cast<bool>(where); }
+  // Whether a layer runs for the first time.
+  bool in_layer() const {
+    return where && is_empty(engine.under_way) && !is_empty(position.stack.get(where.get()));
+  }
+
+  Own where, operators;
+};
+
+inline void tell_ahead(const InUse& in_use) {
   static Name reaches("forward_reaches");
-  Own passes = at_passes.of(in_use);
-  reaches.call(passes.get(), position.micro_batch.get(where));
+  reaches.call(operator_runs.passes.get(in_use.operators.get()), position.micro_batch.get(in_use.where.get()));
 }
 
 // runs(original, module, args, kwargs): `forward` of a module that may be an operator.
 inline PyObject* runs(PyObject*, PyObject* const* given, Py_ssize_t) {
   return guarded([&]() -> PyObject* {
     PyObject *original = given[0], *module = given[1], *args = given[2], *kwargs = given[3];
-    Own in_use = engine_in_use();
+    const InUse in_use;
     if (!in_use) return call_with(original, module, args, kwargs);
     Own attributes = own(PyObject_GenericGetDict(module, nullptr));
     Own place = Own::of(PyDict_GetItemWithError(attributes.get(), engine.TAG));
@@ -33,40 +58,33 @@ inline PyObject* runs(PyObject*, PyObject* const* given, Py_ssize_t) {
       if (PyErr_Occurred()) throw python_error();
       return call_with(original, module, args, kwargs);
     }
-    Own where = at_position.of(in_use.get());
-    const bool inside = !is_empty(engine.under_way) || !is_empty(position.stack.get(where.get()));
+    PyObject *where = in_use.where.get(), *operators = in_use.operators.get();
+    const bool inside = !is_empty(engine.under_way) || !is_empty(position.stack.get(where));
     if (inside && in_transform()) return call_with(original, module, args, kwargs);
     if (!is_empty(engine.under_way)) {
       Own running = Own::of(last_of(engine.under_way));
       enter_again(running.get(), PyTuple_GET_ITEM(place.get(), 1), args, kwargs);
       return call_with(original, module, args, kwargs);
     }
-    Own operators = at_operators.of(in_use.get()), rerunning = Own::of(position.rerun.get(where.get()));
-    const long long code = enter(where.get(), place.get(), rerunning.get());
+    Own rerunning = Own::of(position.rerun.get(where));
+    const long long code = enter(where, place.get(), rerunning.get());
     if (code < 0) {
       static Name run("run");
-      if (is_empty(position.stack.get(where.get()))) {
-        return run.call(operators.get(), original, module, args, kwargs).release();
+      if (is_empty(position.stack.get(where))) {
+        return run.call(operators, original, module, args, kwargs).release();
       }
       PyObject *layer = PyTuple_GET_ITEM(place.get(), 0), *path = PyTuple_GET_ITEM(place.get(), 1);
-      return run_module(operators.get(), where.get(), layer, path, original, module, args, kwargs);
+      return run_module(operators, where, layer, path, original, module, args, kwargs);
     }
-    if ((code & AHEAD) != 0) tell_ahead(in_use.get(), where.get());
+    if ((code & AHEAD) != 0) tell_ahead(in_use);
     if ((code & ENTERS) != 0) {
       enters_known(rerun.saved.get(rerunning.get()), PyTuple_GET_ITEM(place.get(), 1), args, kwargs);
     }
     Own result(call_with(original, module, args, kwargs));
-    if (!result) return abandon(operators.get(), code >> BITS);
-    if (!leave(where.get(), code, rerunning.get())) end_run(operators.get(), where.get(), code >> BITS);
+    if (!result) return abandon(operators, code >> BITS);
+    if (!leave(where, code, rerunning.get())) end_run(operators, where, code >> BITS);
     return result.release();
   });
-}
-
-// Where inline code is in a layer that runs for the first time; empty where it is not.
-inline Own place_of_mark(PyObject* in_use) {
-  if (in_use == nullptr || !is_empty(engine.under_way)) return Own();
-  Own where = at_position.of(in_use);
-  return is_empty(position.stack.get(where.get())) ? Own() : std::move(where);
 }
 
 // `OperatorRuns.mark_start`, of an operator that somebody has to know of.
@@ -74,10 +92,10 @@ inline void begin_mark(PyObject* self, PyObject* where, PyObject* suffix) {
   static Name start_tape("start_tape");
   Own top = Own::of(last_of(position.stack.get(where)));
   PyObject* layer = PyTuple_GET_ITEM(top.get(), 0);
-  Own path = call(engine.inline_path, PyTuple_GET_ITEM(top.get(), 1), suffix);
+  Own path = Own::of(inline_path(PyTuple_GET_ITEM(top.get(), 1), suffix));
   begin_run(self, where, layer, path.get(), Py_True);
   if (position.rerun.is_none(where) && said_of(self, layer, path.get()).get() != Py_None) {
-    start_tape.call(second_runs_of(self).get(), layer, path.get());
+    start_tape.call(operator_runs.second_runs.get(self), layer, path.get());
   }
 }
 
@@ -103,12 +121,13 @@ inline PyObject* mark(PyObject* original, PyObject* names, PyObject* caller, PyO
 inline PyObject* begins(PyObject*, PyObject* const* args, Py_ssize_t) {
   return guarded([&] {
     PyObject *message = args[3], *suffix = args[4];
-    Own in_use = message == Py_None && suffix != Py_None ? engine_in_use() : Own();
-    Own where = place_of_mark(in_use.get());
-    if (where) {
-      const int started = mark_start(where.get(), suffix);
-      if (started == 0) begin_mark(at_operators.of(in_use.get()).get(), where.get(), suffix);
-      if (started == 2) tell_ahead(in_use.get(), where.get());
+    if (message == Py_None && suffix != Py_None) {
+      const InUse in_use;
+      if (in_use.in_layer()) {
+        const int started = mark_start(in_use.where.get(), suffix);
+        if (started == 0) begin_mark(in_use.operators.get(), in_use.where.get(), suffix);
+        if (started == 2) tell_ahead(in_use);
+      }
     }
     return mark(args[0], args[1], args[2], message, suffix);
   });
@@ -118,10 +137,11 @@ inline PyObject* begins(PyObject*, PyObject* const* args, Py_ssize_t) {
 inline PyObject* ends(PyObject*, PyObject* const* args, Py_ssize_t) {
   return guarded([&] {
     PyObject *message = args[3], *suffix = args[4];
-    Own in_use = message == Py_None && suffix != Py_None ? engine_in_use() : Own();
-    Own where = place_of_mark(in_use.get());
-    if (where && !mark_stop(where.get(), suffix, in_use.get())) {
-      end_mark(at_operators.of(in_use.get()).get(), where.get(), suffix);
+    if (message == Py_None && suffix != Py_None) {
+      const InUse in_use;
+      if (in_use.in_layer() && !mark_stop(in_use.where.get(), suffix)) {
+        end_mark(in_use.operators.get(), in_use.where.get(), suffix);
+      }
     }
     return mark(args[0], args[1], args[2], message, suffix);
   });

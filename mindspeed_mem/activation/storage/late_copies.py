@@ -18,6 +18,8 @@ _PART = 8
 class LateCopies:
     """Records past their release points, the oldest first."""
 
+    __slots__ = ("window", "_bound", "_moved", "nbytes", "_records")
+
     def __init__(self) -> None:
         self.window = 0
         """Bytes that they may hold together before computation waits for the oldest."""

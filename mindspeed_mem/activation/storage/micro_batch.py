@@ -34,6 +34,7 @@ class MicroBatch:
 
     __slots__ = (
         "mover",
+        "late",
         "key",
         "home",
         "home_key",
@@ -60,7 +61,7 @@ class MicroBatch:
     )
 
     def __init__(self, mover: Mover, key: tuple[int | None, int]):
-        self.mover, self.key = mover, key
+        self.mover, self.late, self.key = mover, mover.late, key
         self.home, self.home_key = mover.backend.current_stream(), mover.backend.stream_key()
         self.count = 0  # operators started so far
         self.last_layer = -1
@@ -163,14 +164,14 @@ class MicroBatch:
             if record is not None:
                 self.mover.release_when_copied(record)
                 self.moved[id(record)] = weakref.ref(record)
-        if self.mover.late.nbytes:
+        if self.late.nbytes:
             self.mover.release_late()
 
     def operator_ended(self) -> None:
         """What the last operator produced is complete."""
         if self.fresh:
             self.copy_fresh()
-        if self.due or self.mover.late.nbytes:
+        if self.due or self.late.nbytes:
             self.release_due(self.count)
 
     def finish_forward(self) -> None:
@@ -223,7 +224,7 @@ class MicroBatch:
             self.mover.load([r for _, ref in self._queue[start : self._cursor] if (r := ref()) is not None])
         if self.ahead is not None and self.ahead is not self:
             self.ahead.backward_reaches(self.ahead.count + number)
-        if self.mover.late.nbytes:
+        if self.late.nbytes:
             self.mover.release_late()
 
     def queue_up(self) -> None:

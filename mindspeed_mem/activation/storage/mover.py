@@ -109,6 +109,30 @@ _HERE = nullcontext()
 class Mover:
     """Moves records on two side streams of one backend, through recycled host slabs."""
 
+    __slots__ = (
+        "backend",
+        "slabs",
+        "several",
+        "_streams",
+        "moved",
+        "dropped",
+        "second_runs",
+        "bytes_out",
+        "bytes_in",
+        "copies_out",
+        "copies_in",
+        "late",
+        "staying",
+        "evicted_bytes",
+        "evictions",
+        "known",
+        "auto",
+        "timing",
+        "_lock",
+        "_compute",
+        "__weakref__",
+    )
+
     def __init__(self, backend: Backend, slabs: HostSlabs):
         self.backend, self.slabs = backend, slabs
         self.several: list[Stream] = []  # compute's, once something is saved on another than its micro-batch's home
