@@ -46,6 +46,8 @@ COMMANDS = (
 
 
 _USAGE_LINES = 12
+_RUN = "python -m "
+"""In the usage, which can be copied, but not before messages."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,14 +55,14 @@ class _Parser(argparse.ArgumentParser):
         """Say it, with the usage only where that is short: a long one hides it."""
         usage = self.format_usage()
         if usage.count("\n") > _USAGE_LINES:
-            usage, message = "", f"{message}\n(python -m {self.prog} --help lists all options)"
-        self.exit(2, f"{usage}{self.prog}: error: {message}\n")
+            usage, message = "", f"{message}\n({self.prog} --help lists all options)"
+        self.exit(2, f"{usage}{self.prog.removeprefix(_RUN)}: error: {message}\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     what = "Plan, run and examine training in less device memory. COMMAND --help explains each command."
-    top = _Parser(prog="mindspeed_mem", description=what)
+    top = _Parser(prog=f"{_RUN}mindspeed_mem", description=what)
     top.add_argument("--version", action="version", version=f"mindspeed_mem {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     for name, brief, module in COMMANDS:

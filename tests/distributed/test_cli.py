@@ -168,8 +168,8 @@ def test_ctrl_c_ends_each_rank_with_one_line(folder):
         (["ops", "--survive-oom", "script.py"], "before any script stands --survive-oom\n"),
         (["run", "no_such_script.py"], "mindspeed_mem run: no_such_script.py does not exist"),
         (["ops", "."], "mindspeed_mem ops: . is a folder"),
-        (["doctor", "--fast"], "usage: mindspeed_mem doctor [-h] [--json]\n"),
-        (["doctor", "--fast"], "doctor: error: unrecognized arguments: --fast\n"),
+        (["doctor", "--fast"], "usage: python -m mindspeed_mem doctor [-h] [--json]\n"),
+        (["doctor", "--fast"], "\nmindspeed_mem doctor: error: unrecognized arguments: --fast\n"),
         (
             ["plan", "--sequnce-length", "4"],
             "arguments: --sequnce-length 4; did you mean --seq-length?\n(python -m mindspeed_mem plan --help lists",
@@ -184,7 +184,7 @@ def test_wrong_usage(arguments, expected):
 @pytest.mark.parametrize("command", ["run", "ops", "doctor"])
 def test_help(command):
     assert f"\n    {command} " in mem("--help")[0]
-    assert mem(command, "--help")[0].startswith(f"usage: mindspeed_mem {command}")
+    assert mem(command, "--help")[0].startswith(f"usage: python -m mindspeed_mem {command}")
 
 
 def test_doctor_is_content_with_what_is_installed(tmp_path):

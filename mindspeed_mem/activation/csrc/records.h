@@ -21,12 +21,37 @@ inline Own tuple_of(c10::IntArrayRef numbers, PyTypeObject* type) {
   return made;
 }
 
-// `layout_of`
-inline Own layout_of(const at::Tensor& tensor) {
+inline Own new_layout(const at::Tensor& tensor) {
   Own dtype = Own::of(reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())));
   Own size = tuple_of(tensor.sizes(), &THPSizeType), stride = tuple_of(tensor.strides(), &PyTuple_Type);
   Own offset = own(PyLong_FromLongLong(tensor.storage_offset()));
   return own(PyTuple_Pack(4, dtype.get(), size.get(), stride.get(), offset.get()));
+}
+
+// `layout_of`. A model has few, which are asked for again in each layer: the last ones are kept.
+inline Own layout_of(const at::Tensor& tensor) {
+  struct Known {
+    bool is_of(const at::Tensor& one) const {
+      return layout && type == one.scalar_type() && offset == one.storage_offset() && one.sizes().equals(size) &&
+             one.strides().equals(stride);
+    }
+    at::ScalarType type;
+    int64_t offset;
+    c10::SmallVector<int64_t, 6> size, stride;
+    Own layout;
+  };
+  constexpr size_t most = 256;
+  static Known* const known = new Known[most];  // never freed, as nobody knows the order in which a process ends
+  auto place = static_cast<size_t>(tensor.scalar_type()) + 31 * static_cast<size_t>(tensor.storage_offset());
+  for (const int64_t one : tensor.sizes()) place = 31 * place + static_cast<size_t>(one);
+  for (const int64_t one : tensor.strides()) place = 31 * place + static_cast<size_t>(one);
+  Known& found = known[(place ^ (place >> 16)) % most];
+  if (!found.is_of(tensor)) {
+    Own made = new_layout(tensor);
+    found = Known{tensor.scalar_type(), tensor.storage_offset(), c10::SmallVector<int64_t, 6>(tensor.sizes()),
+                  c10::SmallVector<int64_t, 6>(tensor.strides()), std::move(made)};
+  }
+  return Own::of(found.layout.get());
 }
 
 // A tensor that lies in `storage` as `layout` says.
