@@ -1,7 +1,9 @@
 """What whoever calls an operator sets for as long as it runs, as ms-swift's layers do with Megatron's rotary embedding
 and peft with hooks, is there when the operator runs again, and nowhere else."""
 
+import collections
 import contextlib
+import dataclasses
 import enum
 import gc
 import math
@@ -28,6 +30,23 @@ options = types.SimpleNamespace(deep=types.SimpleNamespace(factor=1.0))
 package = types.ModuleType("package")
 package.inside = types.ModuleType("package.inside")
 package.inside.turned = torch.sin
+
+
+in_order, own = collections.OrderedDict(factor=1.0), type("Own", (dict,), {})(factor=1.0)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Fixed:
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    factor: float = 1.0
+    fixed: Fixed = Fixed()
+
+
+slotted = Slotted()
 
 
 class Wave(enum.Enum):
@@ -95,6 +114,19 @@ WAYS = {
     "list": (lambda part, x: (x * factors[0]).sin(), lambda part, scale: patch.object(THIS, "factors", [scale])),
     "what a list has": (lambda part, x: (x * factors[0]).sin(), lambda part, scale: in_place(factors, scale)),
     "dictionary": (lambda part, x: (x * table["factor"]).sin(), lambda part, scale: patch.dict(table, factor=scale)),
+    "dictionary with an order": (
+        lambda part, x: (x * in_order["factor"]).sin(),
+        lambda part, scale: patch.dict(in_order, factor=scale),
+    ),
+    "dictionary of a class of its own": (
+        lambda part, x: (x * own["factor"]).sin(),
+        lambda part, scale: patch.dict(own, factor=scale),
+    ),
+    "slot": (lambda part, x: (x * slotted.factor).sin(), lambda part, scale: patch.object(slotted, "factor", scale)),
+    "object in a slot": (
+        lambda part, x: (x * slotted.fixed.factor).sin(),
+        lambda part, scale: patch.object(slotted, "fixed", Fixed(scale)),
+    ),
     "tensor": (
         lambda part, x: (x * part.tensor).sin(),
         lambda part, scale: patch.object(part, "tensor", torch.tensor(scale)),
@@ -146,9 +178,11 @@ def all_that_is_set(model):
         part.tensor,
         factors,
         options.deep,
+        slotted.fixed,
     )
     counts = [len(block.part.empty._forward_pre_hooks) for block in model.blocks]
-    return [*map(id, alike), factor, *factors, table["factor"], Part.factor, *vars(part.config).values(), *counts]
+    numbers = factor, *factors, table["factor"], *in_order.values(), *own.values(), slotted.factor, slotted.fixed.factor
+    return [*map(id, alike), *numbers, Part.factor, *vars(part.config).values(), *counts]
 
 
 class Block(nn.Module):
@@ -234,6 +268,39 @@ def test_hooks_that_collect_what_modules_return_keep_nothing_without_a_backward(
         del loss, outputs, handles, handle
         gc.collect()
         assert [one() for one in collected] == [None] * 5
+
+
+class Collector:
+    def __init__(self, to):
+        self.to = to
+
+    def __call__(self, x):
+        self.to.append(x.sin())
+        return self.to[-1]
+
+
+@pytest.mark.parametrize("made", [Collector, lambda to: Collector(to).__call__, lambda to: lambda x: Collector(to)(x)])
+def test_functions_that_collect_what_they_return_keep_nothing_without_a_backward(made):
+    class Collected(list):
+        pass
+
+    model, collected = Model("function of a module"), []
+    for block in model.blocks:
+        block.scale = 0.0
+    with mindspeed_mem.attach(model, PLANS["part"]) as attached:
+        for step in range(4):
+            outputs = Collected()
+            collected.append(weakref.ref(outputs))
+            with contextlib.ExitStack() as around:
+                for block in model.blocks:
+                    around.enter_context(patch.object(block.part, "bent", made(outputs)))
+                loss = model(torch.randn(4, 8)).mean()
+            if step < 1:
+                loss.backward()
+        assert attached.engine.report().recomputed_bytes
+        del loss, outputs
+        gc.collect()
+        assert [one() for one in collected] == [None] * 4
 
 
 def test_peft_sets_where_its_adapters_begin_by_hooks():

@@ -176,15 +176,16 @@ def variables(name: str, get: Callable[[], dict[str, Any] | None], keys: list[st
     def write(earlier: dict) -> None:
         if (names := get()) is None:
             return
+        base: Any = OrderedDict if is_a(names, OrderedDict) else dict  # whatever a subclass makes of it
         for key, value in earlier.items():
             if value is ABSENT:
-                names.pop(key, None)
+                base.pop(names, key, None)
             else:
-                names[key] = value
+                base.__setitem__(names, key, value)
 
     def read() -> dict:
-        names = get() or {}
-        return {key: names.get(key, ABSENT) for key in keys}
+        names = {} if (found := get()) is None else found
+        return {key: dict.get(names, key, ABSENT) for key in keys}
 
     return Changeable(name, read, write, _same_values)
 
@@ -271,7 +272,7 @@ def argument_or(value: Any) -> Callable[[], Any]:
 
 def tensors_given() -> dict[int, tuple[weakref.ref[torch.Tensor], int]]:
     """Those in objects among the operator's arguments, by identity, each with its version."""
-    found = (one for value in _given[-1].values() for one in _tensors_inside(value))
+    found = (one for value in _given[-1].values() for one in tensors_inside(value))
     with torch._C.DisableTorchFunctionSubclass():
         return {id(one): (weakref.ref(one), version_of(one)) for one in found}
 
@@ -286,15 +287,11 @@ def argument_with_graph(first: int, before: Mapping[int, tuple[weakref.ref[torch
         then, version = before.get(id(tensor), (None, 0))
         if then is not None and then() is tensor and version_of(tensor) == version:
             return False  # a view of what was written to has a node of a later number
-        try:
-            node = tensor.grad_fn
-        except RuntimeError:  # of one of several views of what was written to, autograd has none
-            return False
-        return node is not None and node._sequence_nr() >= first
+        return (node := node_of(tensor)) is not None and node._sequence_nr() >= first
 
     for key, value in _given[-1].items():
         with torch._C.DisableTorchFunctionSubclass():
-            if not any(map(is_new, _tensors_inside(value))):
+            if not any(map(is_new, tensors_inside(value))):
                 continue
         kind, hint = type(value).__name__, "which it is given; in a plain list or dict it may"
         if "Cache" in kind:
@@ -303,8 +300,15 @@ def argument_with_graph(first: int, before: Mapping[int, tuple[weakref.ref[torch
     return ""
 
 
-def _tensors_inside(argument: Any) -> Iterator[torch.Tensor]:
-    """The tensors in it, as far as they are looked for, the nearest first."""
+def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # of one of several views of what was written to, autograd has none
+        return None
+
+
+def tensors_inside(argument: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument, as far as they are looked for, the nearest first."""
     seen, left = set[int](), deque([(argument, 0)])
     while left and len(seen) < _IN_ALL:
         value, depth = left.popleft()

@@ -9,11 +9,12 @@ functions, plain values, and tensors without a graph. A second run finds there w
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from itertools import repeat
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from mindspeed_mem.activation.rerun import changeable
 from mindspeed_mem.activation.rerun.arguments import attributes_of
 from mindspeed_mem.activation.rerun.changeable import PLAIN_KINDS, Changeable, is_a
 from mindspeed_mem.activation.rerun.settings import ABSENT, PLAIN, UNKNOWN, is_setting
-from mindspeed_mem.activation.rerun.state import OBJECTS, Called, in_modules, is_foreign, stored_by
+from mindspeed_mem.activation.rerun.state import OBJECTS, Called, in_modules, is_foreign, slots_of, stored_by
 
 _Call = tuple[CodeType, dict[str, Any], list[tuple[str, Any]]]
 _ALIKE = 4  # second runs that find no other values until nobody looks at them any more
@@ -30,6 +31,7 @@ _DEPTH, _MANY = 2, 4096  # how deep in objects, and at how many of them, is look
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 _GROUP = getattr(torch.distributed, "ProcessGroup", Enum)  # where torch has been built with it
 _NO_MEMORY = (staticmethod, classmethod, property, Enum, frozenset, range, slice, _GROUP)
+_DICTIONARIES = (dict, OrderedDict, defaultdict)
 _NO_OBJECTS = (
     *PLAIN_KINDS, torch.Tensor, tuple, list, set, ModuleType, FunctionType, BuiltinFunctionType, MethodType
 )  # fmt: skip
@@ -153,25 +155,37 @@ def _of_objects(
             continue
         if not is_a(value, torch.nn.Module) and any(map(_is_ours, vars(kind).values())):
             continue  # what it is told for backward, as Megatron's replay of routers, is that method's to heed
-        if kind is dict:
-            there = partial(_if_dict, get)
-        elif is_a(value, torch.nn.Module) or kind in OBJECTS or not is_foreign(kind.__module__):
-            there = partial(_attributes_of, get)
-            yield from _of_classes(kind, named, stored, seen)
-        else:
+        of_a_model = is_a(value, torch.nn.Module) or kind in OBJECTS or not is_foreign(kind.__module__)
+        if not of_a_model and kind not in _DICTIONARIES:
             continue
         seen.add(id(value))
-        if (found := there()) is None:
-            continue
-        inside = [key for key in named if key in found]
-        known = {key: found[key] for key in inside if key not in stored.get(id(value), ())}
-        if id(value) in modules:  # which have settings
-            known = {key: one for key, one in known.items() if not is_setting(one)}
-        noted = [key for key, one in known.items() if _noted(one) is not UNKNOWN]
-        if noted:
-            yield _values(name, there, noted)
-        if depth < _DEPTH:
-            left.extend((f"{name}.{key}", partial(changeable.item, there, key), depth + 1) for key in inside)
+        if of_a_model:
+            yield from _of_classes(kind, named, stored, seen)
+        for found, place, inside in _in_an_object(name, get, named, of_a_model):
+            known = {key: one for key, one in found.items() if key not in stored.get(id(value), ())}
+            if id(value) in modules:  # which have settings
+                known = {key: one for key, one in known.items() if not is_setting(one)}
+            noted = [key for key, one in known.items() if _noted(one) is not UNKNOWN]
+            if noted:
+                yield place(noted)
+            if depth < _DEPTH:
+                left.extend((f"{name}.{key}", partial(inside, key), depth + 1) for key in found)
+
+
+def _in_an_object(
+    name: str, get: Callable[[], Any], named: Iterable[str], of_a_model: bool
+) -> Iterator[tuple[dict[str, Any], Callable[[list[str]], Changeable], Callable[[str], Any]]]:
+    """What the names ``named`` are in an object as a dictionary, among its attributes, and in its slots; each with how
+    to note some of them and how to get at one of them."""
+    for way in (_if_dictionary, _attributes_of) if of_a_model else (_if_dictionary,):
+        there = partial(way, get)
+        if (all_of_it := there()) is not None:
+            found = {key: dict.__getitem__(all_of_it, key) for key in named if dict.__contains__(all_of_it, key)}
+            yield found, partial(_values, name, there), partial(changeable.item, there)
+    members = {one.__name__: one for one in slots_of(type(get()))} if of_a_model else {}
+    if members:
+        found = {key: changeable.of_slot(get, members[key]) for key in named if key in members}
+        yield found, partial(_slots, name, get, members), lambda key: changeable.of_slot(get, members[key])
 
 
 def _of_classes(
@@ -199,6 +213,17 @@ def _values(name: str, get: Callable[[], dict[str, Any] | None], keys: list[str]
     there = changeable.variables(name, get, keys)
     nothing = dict.fromkeys(keys, UNKNOWN)  # of an object of one run alone
     return _filtered(there._replace(read=lambda: nothing if get() is None else there.read()))
+
+
+def _slots(
+    name: str, get: Callable[[], Any], members: Mapping[str, MemberDescriptorType], keys: list[str]
+) -> Changeable:
+    there = changeable.slots(name, get, [members[key] for key in keys])
+
+    def read() -> dict[str, Any]:
+        return dict(zip(keys, there.read() or repeat(UNKNOWN), strict=False))
+
+    return _filtered(there._replace(read=read, write=lambda earlier: there.write([*(read() | earlier).values()])))
 
 
 def _filtered(there: Changeable) -> Changeable:
@@ -256,7 +281,28 @@ def _noted(value: Any) -> Any:
         return value
     if is_a(value, torch.Tensor):
         return value if type(value) is torch.Tensor and not value.requires_grad else UNKNOWN
-    return value if callable(value) and not _is_ours(value) else UNKNOWN
+    return value if callable(value) and not _is_ours(value) and not _holds_a_graph(value) else UNKNOWN
+
+
+def _holds_a_graph(function: Any) -> bool:
+    """Whether it has collected what was computed: the graph of that would keep it, and be kept by it."""
+    seen: set[int] = set()
+    left = deque([function])
+    while left and len(seen) < _MANY:
+        one = left.popleft()
+        if id(one) in seen or is_a(one, (*PLAIN_KINDS, ModuleType, type, torch.nn.Module)):
+            continue
+        seen.add(id(one))
+        if is_a(one, partial):
+            left.extend((one.func, one.args, one.keywords))
+        elif is_a(one, (MethodType, BuiltinFunctionType)):
+            left.append(one.__self__)
+        elif is_a(one, FunctionType):
+            left.extend(cell.cell_contents for cell in one.__closure__ or () if cell != CellType())
+            left.extend((one.__defaults__, one.__kwdefaults__))
+        elif any(map(changeable.node_of, changeable.tensors_inside(one))):
+            return True
+    return False
 
 
 def _is_ours(value: Any) -> bool:
@@ -294,8 +340,8 @@ def _attributes_of(get: Callable[[], Any]) -> dict[str, Any] | None:
     return attributes_of(get())
 
 
-def _if_dict(get: Callable[[], Any]) -> dict[str, Any] | None:
-    return value if type(value := get()) is dict else None
+def _if_dictionary(get: Callable[[], Any]) -> dict[str, Any] | None:
+    return value if is_a(value := get(), dict) else None
 
 
 def _itself(names: dict[str, Any]) -> dict[str, Any]:

@@ -343,8 +343,7 @@ def _attributes(get: Callable[[], Any], name: str, found: list[Changeable], seen
 
 def _slots(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Seen, depth: int) -> None:
     """What an object keeps without a dictionary."""
-    kinds = [one for one in type(get()).__mro__ if not is_foreign(one.__module__)]
-    members = [one for kind in kinds for one in vars(kind).values() if is_a(one, MemberDescriptorType)]
+    members = slots_of(type(get()))
     if not members or id(get()) in seen:
         return
     found.append(changeable.slots(name, get, members))
@@ -352,6 +351,11 @@ def _slots(get: Callable[[], Any], name: str, found: list[Changeable], seen: _Se
         inner = partial(changeable.of_slot, get, member)
         if inner() is not ABSENT:
             _visit(inner, f"{name}.{member.__name__}", found, seen, depth + 1)
+
+
+def slots_of(kind: type) -> list[MemberDescriptorType]:
+    kinds = [one for one in kind.__mro__ if not is_foreign(one.__module__)]
+    return [one for kind in kinds for one in vars(kind).values() if is_a(one, MemberDescriptorType)]
 
 
 def _vars(get: Callable[[], Any]) -> dict[str, Any] | None:
