@@ -83,12 +83,20 @@ def other(scale):
 
 
 @contextlib.contextmanager
-def hooked(module, scale):
-    handle = module.register_forward_pre_hook(lambda _, given: (given[0] * scale,))
+def hooked(module, scale, hook=None):
+    handle = module.register_forward_pre_hook(hook or (lambda _, given: (given[0] * scale,)))
     try:
         yield
     finally:
         handle.remove()
+
+
+class Scaling:
+    def __init__(self, *given):
+        self.of, self.scale = given
+
+    def hook(self, _, given):
+        return (given[0] * self.scale,)
 
 
 WAYS = {
@@ -151,6 +159,14 @@ WAYS = {
     "sign of zero": (
         lambda part, x: (x * math.copysign(2.0, part.config.zero)).cos(),  # whose gradient has the sign
         lambda part, scale: patch.object(part.config, "zero", -0.0),
+    ),
+    "hook of an object": (
+        lambda part, x: part.empty(x).sin(),
+        lambda part, scale: hooked(part.empty, scale, Scaling(part, scale).hook),
+    ),
+    "hook with room for more": (
+        lambda part, x: part.empty(x).sin(),
+        lambda part, scale: hooked(part.empty, scale, lambda _, given, *more, to={}: (given[0] * scale, *more)),
     ),
     "hook": (lambda part, x: part.empty(x).sin(), lambda part, scale: hooked(part.empty, scale)),
 }

@@ -92,7 +92,7 @@ def _places(roots: list[torch.nn.Module], called: Called) -> Iterator[Changeable
     for root in roots:
         for path, module in root.named_modules():
             for one in _HOOKS if path else ():  # its own hooks run around an operator, not in it
-                if vars(module).get(one) is not None:
+                if (now := vars(module).get(one)) is not None and not any(map(_holds_a_graph, now.values())):
                     hooks = partial(changeable.item, partial(_attributes_of, changeable.reference(module)), one)
                     yield _that_collect_nothing(changeable.container(f"{path}.{one}", hooks))
     modules = {id(module) for root in roots for module in root.modules()}
@@ -244,11 +244,11 @@ def _filtered(there: Changeable) -> Changeable:
 
 
 def _that_collect_nothing(hooks: Changeable) -> Changeable:
-    """Hooks that may have what modules return would be kept by it, and keep it."""
+    """Hooks that have what modules returned would be kept by it, and keep it."""
 
     def read() -> Any:
         found = hooks.read()
-        return UNKNOWN if any(map(_may_collect, found.values())) else found
+        return UNKNOWN if any(map(_holds_a_graph, found.values())) else found
 
     def write(earlier: Any) -> None:
         if earlier is not UNKNOWN:
@@ -259,19 +259,6 @@ def _that_collect_nothing(hooks: Changeable) -> Changeable:
         write=write,
         same=lambda now, earlier: now is UNKNOWN or earlier is UNKNOWN or hooks.same(now, earlier),
     )
-
-
-def _may_collect(value: Any) -> bool:
-    if type(value) is partial:
-        return any(map(_may_collect, (value.func, *value.args, *value.keywords.values())))
-    if type(value) is FunctionType:
-        cells = [one.cell_contents for one in value.__closure__ or () if one != CellType()]
-        return any(map(_may_collect, (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())))
-    if is_a(value, torch.Tensor):
-        return value.requires_grad
-    if type(value) in (list, tuple, dict) and value:  # an empty one is to be filled
-        return any(map(_may_collect, value.values() if type(value) is dict else value))
-    return not is_a(value, (*PLAIN_KINDS, ModuleType, BuiltinFunctionType, type))
 
 
 def _noted(value: Any) -> Any:
@@ -290,9 +277,11 @@ def _holds_a_graph(function: Any) -> bool:
     left = deque([function])
     while left and len(seen) < _MANY:
         one = left.popleft()
-        if id(one) in seen or is_a(one, (*PLAIN_KINDS, ModuleType, type, torch.nn.Module)):
+        if id(one) in seen or is_a(one, (*PLAIN_KINDS, ModuleType, type)):
             continue
         seen.add(id(one))
+        if is_a(one, torch.nn.Module):
+            one = vars(one)
         if is_a(one, partial):
             left.extend((one.func, one.args, one.keywords))
         elif is_a(one, (MethodType, BuiltinFunctionType)):
@@ -300,8 +289,10 @@ def _holds_a_graph(function: Any) -> bool:
         elif is_a(one, FunctionType):
             left.extend(cell.cell_contents for cell in one.__closure__ or () if cell != CellType())
             left.extend((one.__defaults__, one.__kwdefaults__))
-        elif any(map(changeable.node_of, changeable.tensors_inside(one))):
-            return True
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                if any(map(changeable.node_of, changeable.tensors_inside(one))):
+                    return True
     return False
 
 
