@@ -292,8 +292,9 @@ class OperatorRuns:
 
     def _enter_layer(self, layer: int, training: bool, args: tuple, kwargs: dict) -> None:
         self._passes.enter_layer(layer)
-        if self._passes.layer_given is not None and self._passes.scheduled:
-            self._passes.layer_given(args, kwargs)
+        given = self._passes.layer_given
+        if given is not None and self._passes.scheduled and layer < self._in_force.num_layers:
+            given(args, kwargs)
         signature = self._signature(training, args, kwargs)
         on = self._position.course is not None
         self._natives.enter_layer(layer, signature, regions.hooks_are_ours_alone() if on else self._learns())

@@ -240,6 +240,8 @@ class Attached:
             first += len(members)
         in_force.num_layers, in_force.followers, self.engine.takes_asked = first, set(range(index + 1)), True
         in_force.config = asked.joined(in_force.config)
+        if (survival := self.engine.survival) is not None:  # how many layers run may depend on data, or on chance
+            self.engine.passes.layer_given = lambda *given: survival.given(tensors_in(given), told_by="layers")
         self.engine.resolve(lambda mine: [mine])
         mark_static([self.model])
 

@@ -77,6 +77,23 @@ def test_larger_inputs_than_ever_are_survived(limited_memory):
             assert guarded < 4 and attached.engine.mover.evicted_bytes
 
 
+def test_more_layers_than_ever_are_survived(limited_memory):
+    """As with layers that are dropped by chance, or left early."""
+    model = Net(6, 64)
+    layers = model.blocks
+    with counted() as memory:
+        with mindspeed_mem.attach(model, None) as attached:
+            peak, expected = step(attached, memory)
+        with mindspeed_mem.attach(model, None, survive=True) as attached:
+            model.blocks = layers[:2]
+            for _ in range(4):
+                step(attached, memory, peak)
+            guarded = attached.engine.survival.guarded_steps
+            model.blocks = layers
+            assert same(step(attached, memory, int(0.6 * peak))[1], expected)
+            assert guarded < 4 and attached.engine.mover.evicted_bytes
+
+
 def test_an_evaluation_within_a_step_is_survived_where_none_was_before(limited_memory):
     model = Net(4, 64)
     with counted() as memory, mindspeed_mem.attach(model, None, survive=True) as attached:

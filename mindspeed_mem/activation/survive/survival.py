@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,7 +58,7 @@ class Survival:
         self.guarded_steps = 0
         self._guarding = self._tight = False
         self._rest: tuple[contextlib.ExitStack, int, int] | None = None  # of what runs without the guard; see `given`
-        self._given = [0, 0]  # elements in this part of a step, by whether a backward follows
+        self._given: Counter[tuple[str, bool]] = Counter()  # elements in this part of a step; see `given`
 
     def knows_layers(self) -> None:
         """The plan has been made: by now the device is chosen, and the model there."""
@@ -85,7 +86,7 @@ class Survival:
             return
         tight = self.policy.begins(parts, outgrown) or self._in_force.everything
         self._guarding, before = True, self.guard.lacks
-        self._given = [0, 0]
+        self._given.clear()
         retries, failures = self.backend.allocation_retries(), self.guard.failures
         completed = False
         try:
@@ -116,17 +117,17 @@ class Survival:
         self._compiled.begins_anew()
         self.mover.spare = lambda: self.guard.needs.margin + self._compiled.reserved
 
-    def given(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A model, or a layer in a schedule, whose caller may be wrong about sizes, begins to run on these. The rest of
-        a step that is not guarded is, if they are more than ever."""
+    def given(self, tensors: Iterable[torch.Tensor], told_by: str = "models") -> None:
+        """A model, or a layer, begins to run on these: callers may be wrong about sizes, and other layers may run than
+        before. The rest of a step that is not guarded is, if they are more than ever for the models, or the layers."""
         if not self._guarding:  # as in an evaluation outside of steps
             return
         dense = [one for one in tensors if not one.is_nested and one.layout is torch.strided]
         longest = max((size for one in dense for size in one.shape[1:]), default=0)
         keeps = torch.is_grad_enabled()
         here = sum(one.numel() for one in dense)
-        self._given[keeps] += here
-        outgrown = self.policy.outgrown(self._given[keeps], longest, here, keeps=keeps, told_by="models")
+        self._given[told_by, keeps] += here
+        outgrown = self.policy.outgrown(self._given[told_by, keeps], longest, here, keeps=keeps, told_by=told_by)
         if not outgrown or self._rest is None or self.policy.is_first:
             return
         inside, *there = self._rest
