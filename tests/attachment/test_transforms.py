@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 
 import mindspeed_mem
@@ -109,6 +110,24 @@ def compare(change, step, arguments):
 def test_in_a_layer(change, name):
     figures = compare(change, usual, ARGUMENTS[name])
     assert name in ("narrow", "survive") or figures.bytes_out or figures.recomputed_bytes
+
+
+def with_tangents(model):
+    """A product with the Hessian, forward over reverse, of layers called by themselves; then training."""
+    x = model.embedding(TEXT).detach()
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(x, torch.ones_like(x)).requires_grad_()
+        y = x
+        for block in model.blocks:
+            y = block(y)
+        (grad,) = torch.autograd.grad(y.square().mean(), x)
+        product = forward_ad.unpack_dual(grad).tangent
+    return [product, *usual(model)]
+
+
+@pytest.mark.parametrize("name", ["whole", "parts", "mixed"])
+def test_with_tangents_it_runs_natively(name):
+    assert compare(lambda model: None, with_tangents, ARGUMENTS[name]).recomputed_bytes
 
 
 @pytest.mark.parametrize("step", [disabled, beside])
