@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 import gc
 import math
 import sys
@@ -33,6 +34,7 @@ package.inside.turned = torch.sin
 
 
 in_order, own = collections.OrderedDict(factor=1.0), type("Own", (dict,), {})(factor=1.0)
+counts = collections.Counter(factor=1.0)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -46,7 +48,11 @@ class Slotted:
     fixed: Fixed = Fixed()
 
 
-slotted = Slotted()
+class Shadowing(Slotted):
+    __slots__ = ("factor",)
+
+
+slotted, shadowing = Slotted(), Shadowing()
 
 
 class Wave(enum.Enum):
@@ -126,11 +132,19 @@ WAYS = {
         lambda part, x: (x * in_order["factor"]).sin(),
         lambda part, scale: patch.dict(in_order, factor=scale),
     ),
+    "counter": (
+        lambda part, x: (x * counts["factor"]).sin(),
+        lambda part, scale: patch.dict(counts, factor=scale),
+    ),
     "dictionary of a class of its own": (
         lambda part, x: (x * own["factor"]).sin(),
         lambda part, scale: patch.dict(own, factor=scale),
     ),
     "slot": (lambda part, x: (x * slotted.factor).sin(), lambda part, scale: patch.object(slotted, "factor", scale)),
+    "slot of the same name as a base's": (
+        lambda part, x: (x * shadowing.factor).sin(),
+        lambda part, scale: patch.object(shadowing, "factor", scale),
+    ),
     "object in a slot": (
         lambda part, x: (x * slotted.fixed.factor).sin(),
         lambda part, scale: patch.object(slotted, "fixed", Fixed(scale)),
@@ -196,9 +210,17 @@ def all_that_is_set(model):
         options.deep,
         slotted.fixed,
     )
-    counts = [len(block.part.empty._forward_pre_hooks) for block in model.blocks]
+    hooks = [len(block.part.empty._forward_pre_hooks) for block in model.blocks]
     numbers = factor, *factors, table["factor"], *in_order.values(), *own.values(), slotted.factor, slotted.fixed.factor
-    return [*map(id, alike), *numbers, Part.factor, *vars(part.config).values(), *counts]
+    return [
+        *map(id, alike),
+        *numbers,
+        Part.factor,
+        *vars(part.config).values(),
+        *hooks,
+        *counts.values(),
+        shadowing.factor,
+    ]
 
 
 class Block(nn.Module):
@@ -263,8 +285,55 @@ def test_it_may_be_set_later_only(way):
     assert same(trained(way, PLANS["part"], warm_up)[0], trained(way, None, warm_up)[0])
 
 
-@pytest.mark.parametrize("whose", ["part", "part.empty"])
-def test_hooks_that_collect_what_modules_return_keep_nothing_without_a_backward(whose):
+class Slots:
+    __slots__ = ("to", "__weakref__")
+
+    def __init__(self, to):
+        self.to = to
+
+    def __call__(self, *given):
+        self.to.append(given[-1])
+
+
+def with_an_attribute(to):
+    def hook(*given):
+        hook.to.append(given[-1])
+
+    hook.to = to
+    return hook
+
+
+class Outer(nn.Module):
+    def __init__(self, to):
+        super().__init__()
+        self.inner = nn.Identity()
+        self.inner.to = to
+
+    def __call__(self, *given):
+        self.inner.to.append(given[-1])
+
+
+def holding(collects):
+    return lambda *given: collects(*given)
+
+
+def in_c(to):
+    kept = functools.lru_cache(lambda: to)
+    return lambda *given: kept().append(given[-1])
+
+
+HOOKS = {
+    "default": lambda to: lambda *given, to=to: to.append(given[-1]),
+    "object with slots": Slots,
+    "held object with slots": lambda to: holding(Slots(to)),
+    "attribute": with_an_attribute,
+    "module in a module": Outer,
+    "wrapper in C": in_c,
+}
+
+
+@pytest.mark.parametrize("whose, made", [("part", "default"), *(("part.empty", made) for made in HOOKS)])
+def test_hooks_that_collect_what_modules_return_keep_nothing_without_a_backward(whose, made):
     class Collected(list):
         pass
 
@@ -274,7 +343,7 @@ def test_hooks_that_collect_what_modules_return_keep_nothing_without_a_backward(
             outputs = Collected()
             collected.append(weakref.ref(outputs))
             modules = [block.get_submodule(whose) for block in model.blocks]
-            handles = [one.register_forward_hook(lambda *given, to=outputs: to.append(given[-1])) for one in modules]
+            handles = [one.register_forward_hook(HOOKS[made](outputs)) for one in modules]
             loss = model(torch.randn(4, 8)).mean()
             for handle in handles:
                 handle.remove()

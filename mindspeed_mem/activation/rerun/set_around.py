@@ -8,13 +8,23 @@ functions, plain values, and tensors without a graph. A second run finds there w
 
 from __future__ import annotations
 
+import builtins
+import gc
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from itertools import repeat
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from itertools import islice, repeat
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +38,15 @@ from mindspeed_mem.activation.rerun.state import OBJECTS, Called, in_modules, is
 _Call = tuple[CodeType, dict[str, Any], list[tuple[str, Any]]]
 _ALIKE = 4  # second runs that find no other values until nobody looks at them any more
 _DEPTH, _MANY = 2, 4096  # how deep in objects, and at how many of them, is looked
+_IN_ALL, _IN_EACH = 1024, 256  # how many of the objects that a function holds, and of those in each, are looked at
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 _GROUP = getattr(torch.distributed, "ProcessGroup", Enum)  # where torch has been built with it
 _NO_MEMORY = (staticmethod, classmethod, property, Enum, frozenset, range, slice, _GROUP)
-_DICTIONARIES = (dict, OrderedDict, defaultdict)
+_DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 _NO_OBJECTS = (
     *PLAIN_KINDS, torch.Tensor, tuple, list, set, ModuleType, FunctionType, BuiltinFunctionType, MethodType
 )  # fmt: skip
+_KEEP_NOTHING = (*PLAIN_KINDS, ModuleType, type, CodeType, FrameType)
 
 
 class _List(NamedTuple):
@@ -182,7 +194,7 @@ def _in_an_object(
         if (all_of_it := there()) is not None:
             found = {key: dict.__getitem__(all_of_it, key) for key in named if dict.__contains__(all_of_it, key)}
             yield found, partial(_values, name, there), partial(changeable.item, there)
-    members = {one.__name__: one for one in slots_of(type(get()))} if of_a_model else {}
+    members = {one.__name__: one for one in reversed(slots_of(type(get())))} if of_a_model else {}
     if members:
         found = {key: changeable.of_slot(get, members[key]) for key in named if key in members}
         yield found, partial(_slots, name, get, members), lambda key: changeable.of_slot(get, members[key])
@@ -274,26 +286,31 @@ def _noted(value: Any) -> Any:
 def _holds_a_graph(function: Any) -> bool:
     """Whether it has collected what was computed: the graph of that would keep it, and be kept by it."""
     seen: set[int] = set()
-    left = deque([function])
-    while left and len(seen) < _MANY:
+    left: deque[Any] = deque(function.modules() if is_a(function, torch.nn.Module) else [function])
+    while left and len(seen) < _IN_ALL:
         one = left.popleft()
-        if id(one) in seen or is_a(one, (*PLAIN_KINDS, ModuleType, type)):
+        if id(one) in seen or is_a(one, _KEEP_NOTHING):
             continue
         seen.add(id(one))
-        if is_a(one, torch.nn.Module):
-            one = vars(one)
-        if is_a(one, partial):
-            left.extend((one.func, one.args, one.keywords))
-        elif is_a(one, (MethodType, BuiltinFunctionType)):
-            left.append(one.__self__)
-        elif is_a(one, FunctionType):
-            left.extend(cell.cell_contents for cell in one.__closure__ or () if cell != CellType())
-            left.extend((one.__defaults__, one.__kwdefaults__))
-        else:
+        if is_a(one, torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
-                if any(map(changeable.node_of, changeable.tensors_inside(one))):
+                if changeable.node_of(one) is not None:
                     return True
+        elif is_a(one, torch.autograd.graph.Node):
+            return True
+        left.extend(islice(_kept_by(one), _IN_EACH))
     return False
+
+
+def _kept_by(one: Any) -> Iterable[Any]:
+    """As the garbage collector sees it, whatever keeps it: slots, attributes, cells, items. Without a function's module
+    and the modules in a module, which have their owners."""
+    if is_a(one, FunctionType):
+        of_its_module = {id(one.__globals__), id(vars(builtins))}
+        return (found for found in gc.get_referents(one) if id(found) not in of_its_module)
+    if is_a(one, torch.nn.Module):
+        return (value for key, value in (attributes_of(one) or {}).items() if key != "_modules")
+    return gc.get_referents(one)
 
 
 def _is_ours(value: Any) -> bool:
