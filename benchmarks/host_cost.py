@@ -45,8 +45,8 @@ from mindspeed_mem.activation import hot_path  # noqa: E402
 from mindspeed_mem.device import get_backend  # noqa: E402
 
 LAYERS = 16
-SHAPES = dict.fromkeys(("cpu", "device"), (LAYERS, 64, 4, 128, 16, 1, 1, 128))
-"""Layers, hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary."""
+LAYER = 64, 4, 128, 16, 1, 1, 128
+"""Hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary."""
 LARGE = 2048
 """Bytes from which on a tensor of this shape stands for a large one: not statistics of norms, or tables."""
 NORMS, ACTIVATION = r".*norm", r"mlp\.activation_func"
@@ -96,7 +96,7 @@ def variants(prefetch: int, model) -> dict[str, Variant]:
         "recompute norms": Variant({"recompute_config": {"select_recompute": {NORMS: True}}}),
         "recompute whole layers": Variant({"recompute_config": {"recompute": True}}),
         "all through handles, kept": Variant({}),
-        "Megatron full recompute": Variant(full=LAYERS, peer=True),
+        "Megatron full recompute": Variant(full=len(layers), peer=True),
         "Megatron's recompute of norms": Variant(modules=("layernorm",), peer=True),
         "torch checkpoint of layers": Variant(
             around=functools.partial(torch_checkpoints, [(layer, "forward") for layer in layers]), peer=True
@@ -134,14 +134,16 @@ def saved_per_layer(model, step) -> float:
     return count / len(model.decoder.layers)
 
 
-def rows_of(taken: dict[str, list[float]], unit: str, steps: int, saved: float) -> dict[str, dict[str, float]]:
+def rows_of(
+    taken: dict[str, list[float]], unit: str, steps: int, layers: int, saved: float
+) -> dict[str, dict[str, float]]:
     """Per variant: how much of this unit per layer and per saved tensor, and the share of the plain model's own."""
     plain = taken["no pack"]
-    own = statistics.median(plain) / steps / LAYERS
+    own = statistics.median(plain) / steps / layers
     rows = {}
     for name, values in taken.items():
         rounds = list(zip(values, plain, strict=True))
-        added = statistics.median(one - base for one, base in rounds) / steps / LAYERS
+        added = statistics.median(one - base for one, base in rounds) / steps / layers
         share = statistics.median(one / base - 1 for one, base in rounds)
         rows[name] = {f"added_{unit}_per_layer": added, f"added_{unit}_per_saved_tensor": added / saved, "share": share}
     rows["no pack"][f"own_{unit}_per_layer"] = own
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="what a pass takes once is shared out among these")
     parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument(
@@ -184,14 +187,14 @@ def main() -> None:
                 "--instructions counts those of a CPU, and needs valgrind's " + " and ".join(instructions.PROGRAMS)
             )
         sys.exit(instructions.run_counted(__file__, sys.argv[1:]))
-    args.shape = None
+    args.shape = args.layers, *LAYER
     args.dtype = args.dtype or (
         "fp32" if get_backend(None if args.device == "auto" else args.device).is_host else "bf16"
     )
     logging.getLogger("mindspeed_mem").setLevel(logging.WARNING)
     plan = swap(args.prefetch) | {"recompute_config": {"recompute": True}}  # patches of both are to be there
     # Fused, the activation is no call that torch's checkpoint could be put around.
-    backend, model, step, shape = set_up(args, SHAPES, plan, bias_activation_fusion=False)
+    backend, model, step, shape = set_up(args, {}, plan, bias_activation_fusion=False)
     saved = saved_per_layer(model, step)
     chosen = {k: v for k, v in variants(args.prefetch, model).items() if not args.only or k in ("no pack", *args.only)}
     setting = Settings(model, backend, chosen)
@@ -209,7 +212,7 @@ def main() -> None:
     if args.instructions:
         unit, clock, rounds = "instructions", instructions.Instructions(args.counts), args.rounds or 1
     taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm=1, minutes=args.minutes)
-    rows = rows_of(taken, unit, args.steps, saved)
+    rows = rows_of(taken, unit, args.steps, args.layers, saved)
     print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")
     print(f"{saved:g} saved tensors a layer; its own: {rows['no pack'][f'own_{unit}_per_layer']:.0f} {unit}")
     print(table(rows, unit))

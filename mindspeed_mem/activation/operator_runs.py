@@ -201,7 +201,7 @@ class OperatorRuns:
             at = micro_batch.count if number is None else number
             if number is None:  # a layer that has no hook: begin no copy back before it
                 micro_batch.signs(at)
-            node.register_prehook(lambda _: micro_batch.unpacks(at))
+            node.register_prehook(says_when(micro_batch, at))
 
     # ---- marked code
     def mark_start(self, name: str) -> None:
@@ -342,3 +342,8 @@ class OperatorRuns:
             and not in_force.auto.searching
             and regions.hooks_are_ours_alone()
         )
+
+
+def says_when(micro_batch: MicroBatch, number: int) -> Callable[[Any], None]:
+    """A hook before the node of an operator's result: backward of that operator begins."""
+    return lambda _: micro_batch.unpacks(number)

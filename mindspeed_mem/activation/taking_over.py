@@ -81,6 +81,7 @@ def use(module: ModuleType | None) -> None:
         "PASSED_ON": micro_batch.PASSED_ON,
         "own": own_tensors.own,
         "native": records.native,
+        "says_when": operator_runs.says_when,
         "told_to_stay": own_tensors.told_to_stay,
         "as_saved": own_tensors.as_saved,
         "reading": own_tensors.reading,

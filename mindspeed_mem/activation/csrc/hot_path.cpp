@@ -158,6 +158,7 @@ PyObject* connect(PyObject*, PyObject* const* args, Py_ssize_t count) {
         {"PASSED_ON", &passed_on},
         {"own", &engine.own},
         {"native", &engine.native},
+        {"says_when", &engine.says_when},
         {"told_to_stay", &engine.told_to_stay},
         {"as_saved", &engine.as_saved},
         {"reading", &engine.reading},

@@ -289,7 +289,7 @@ inline struct Engine {
   PyObject *compiler = nullptr, *under_way = nullptr, *UNKNOWN = nullptr,
            *hooks_enabled = nullptr, *push_hooks = nullptr, *pop_hooks = nullptr, *top_hooks = nullptr,
            *under_checkpoint = nullptr, *torch = nullptr;
-  PyObject *own = nullptr, *native = nullptr, *told_to_stay = nullptr, *as_saved = nullptr, *reading = nullptr,
+  PyObject *own = nullptr, *native = nullptr, *says_when = nullptr, *told_to_stay = nullptr, *as_saved = nullptr, *reading = nullptr,
            *partial = nullptr, *random = nullptr, *autocast_kinds = nullptr, *PLAIN = nullptr,
            *UNKNOWN_SETTING = nullptr, *ABSENT = nullptr, *settings_as_of = nullptr, *heappush = nullptr,
            *heappop = nullptr, *inline_path = nullptr, *MARKERS = nullptr, *set_by_others = nullptr, *empty = nullptr,

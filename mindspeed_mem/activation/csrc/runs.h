@@ -158,32 +158,28 @@ inline Own result_of(PyObject* original, PyObject* module, PyObject* args, PyObj
   return own(module == nullptr ? PyObject_Call(original, args, kwargs) : call_with(original, module, args, kwargs));
 }
 
-// `self` is a micro-batch and the number of an operator, whose backward begins.
-inline PyObject* backward_begins(PyObject* self, PyObject*) {
-  return guarded([&] {
-    unpacks(PyTuple_GET_ITEM(self, 0), PyTuple_GET_ITEM(self, 1));
-    return new_reference(Py_None);
-  });
-}
-
-// Says so before the node of its result runs; what `register_prehook` makes for that takes ten times as long.
+// Says before the node of an operator's result runs that its backward begins; what `register_prehook` makes for that
+// takes ten times as long.
 class BackwardBegins : public torch::autograd::FunctionPreHook {
  public:
-  explicit BackwardBegins(Own place) : place_(std::move(place)) {}
+  BackwardBegins(PyObject* batch, PyObject* number) : batch_(Own::of(batch)), number_(Own::of(number)) {}
   ~BackwardBegins() override {
     if (!Py_IsInitialized()) {
-      place_.release();
+      batch_.release();
+      number_.release();
       return;
     }
     const pybind11::gil_scoped_acquire here;
-    place_ = Own();
+    batch_ = Own();
+    number_ = Own();
   }
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
     const pybind11::gil_scoped_acquire here;
-    if (!Own(backward_begins(place_.get(), nullptr))) {
-      python_error raised;
+    try {
+      unpacks(batch_.get(), number_.get());
+    } catch (python_error& raised) {
       raised.persist();
-      throw raised;
+      throw;
     }
     return gradients;
   }
@@ -193,11 +189,11 @@ class BackwardBegins : public torch::autograd::FunctionPreHook {
 
  private:
   void add_to(torch::dynamo::autograd::CompiledNodeArgs& args) const {
-    static PyMethodDef hook = {"backward_begins", backward_begins, METH_O, nullptr};
     const pybind11::gil_scoped_acquire here;
-    args.add_pre_hook(c10::SafePyObject(must(PyCFunction_New(&hook, place_.get())), getPyInterpreter()));
+    Own hook = call(engine.says_when, batch_.get(), number_.get());
+    args.add_pre_hook(c10::SafePyObject(hook.release(), getPyInterpreter()));
   }
-  Own place_;
+  Own batch_, number_;
 };
 
 // `OperatorRuns._sign_at`, where the course says so; `of`: the course, or None.
@@ -208,7 +204,7 @@ inline void sign(PyObject* self, PyObject* where, PyObject* of, PyObject* number
   PyObject *output = several ? PySequence_Fast_GET_ITEM(result, 0) : result, *batch = position.micro_batch.get(where);
   if (!THPVariable_Check(output) || batch == Py_None || !covered.is_true(operator_runs.in_force.get(self))) return;
   const auto node = THPVariable_Unpack(output).grad_fn();
-  if (node) node->add_pre_hook(std::make_unique<BackwardBegins>(own(PyTuple_Pack(2, batch, number))));
+  if (node) node->add_pre_hook(std::make_unique<BackwardBegins>(batch, number));
 }
 
 // `OperatorRuns._run_within`
