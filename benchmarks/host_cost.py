@@ -2,7 +2,7 @@
 
     python benchmarks/host_cost.py                     # about a minute
     python benchmarks/host_cost.py --json host.json
-    python benchmarks/host_cost.py --instructions      # counted by valgrind, which nobody else disturbs; five minutes
+    python benchmarks/host_cost.py --instructions      # counted by valgrind, which nobody else disturbs; ten minutes
     python benchmarks/host_cost.py --device cuda       # what launching kernels takes as well
 
 The tensors are so small that computing and copying them counts for nothing: what is left is Python and torch's own
@@ -15,7 +15,7 @@ that do nothing, its `save_on_cpu` and its non-reentrant checkpoint (which stops
 hot path in C++ is used (`python -m mindspeed_mem build-native`) is said.
 
 On a machine that others use, times scatter by more than some variants take. Instructions do not: ``--instructions``
-runs the program under valgrind, and the clock is how many it has executed. What is new to the caches takes longer than
+runs each variant under valgrind, and the clock is how many it has executed. What is new to the caches takes longer than
 its instructions say, so shares are smaller than those of time, and only comparable with each other. On a CPU all is in
 fp32: products in bf16, for which not every CPU has instructions, and valgrind none, are most of all that is executed.
 """
@@ -26,12 +26,15 @@ import argparse
 import contextlib
 import functools
 import gc
+import json
 import logging
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
@@ -49,6 +52,8 @@ LAYER = 64, 4, 128, 16, 1, 1, 128
 """Hidden, heads, ffn, sequence, micro-batch, micro-batches, vocabulary."""
 LARGE = 2048
 """Bytes from which on a tensor of this shape stands for a large one: not statistics of norms, or tables."""
+UNITS = {False: "us", True: "instructions"}
+"""Of what is measured, by whether it is instructions."""
 NORMS, ACTIVATION = r".*norm", r"mlp\.activation_func"
 
 
@@ -78,9 +83,8 @@ def torch_checkpoints(calls: list[tuple[torch.nn.Module, str]]) -> Iterator[None
                 setattr(owner, name, native)
 
 
-def variants(prefetch: int, model) -> dict[str, Variant]:
+def variants(prefetch: int, layers: Sequence[Any]) -> dict[str, Variant]:
     everything = {"layer_swap": [{"backward_prefetch": prefetch, "layers": True}]}
-    layers = model.decoder.layers
     small = [(norm, "forward") for layer in layers for norm in (layer.input_layernorm, layer.pre_mlp_layernorm)]
     small += [(layer.mlp, "activation_func") for layer in layers]
     return {
@@ -163,6 +167,37 @@ def microseconds(of_process: bool) -> Callable[[], float]:
     return lambda: 1e6 * clock()
 
 
+def say(rows: dict[str, dict[str, float]], unit: str) -> None:
+    own = rows["no pack"][f"own_{unit}_per_layer"]
+    print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")
+    print(f"a layer's own: {own:.0f} {unit}")
+    print(table(rows, unit))
+
+
+def one_by_one(args: argparse.Namespace) -> int:
+    """Count each variant in a process of its own beside the plain model. Returns the exit status.
+
+    Whoever changes from one to another in one process changes classes, and Python then runs what it had specialized for
+    them as it runs what is new: as no training does.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    names = [name for name in variants(args.prefetch, ()) if name != "no pack" and (not args.only or name in args.only)]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            target = Path(folder) / "one.json"
+            given = [word for word in sys.argv[1:] if word != "--only" and word not in (args.only or ())]
+            status = instructions.run_counted(__file__, [*given, "--only", name, "--json", str(target)])
+            if status:
+                return status
+            record = json.loads(target.read_text())
+            rows = {"no pack": record["variants"]["no pack"], **rows, name: record["variants"][name]}
+            print(f"counted: {name}", file=sys.stderr, flush=True)
+    say(rows, UNITS[True])
+    if args.json and rows:
+        args.json.write_text(json.dumps(record | {"variants": rows}, indent=1) + "\n")
+    return 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="cpu")
@@ -170,6 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="15; with --instructions, which do not scatter, 1")
     parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
+    parser.add_argument("--warm", type=int, help="so often as many before each; 1, with --instructions 8")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
     parser.add_argument("--layers", type=int, default=LAYERS, help="what a pass takes once is shared out among these")
     parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
@@ -181,12 +217,15 @@ def main() -> None:
         "--counts", type=Path, help=argparse.SUPPRESS
     )  # where valgrind, under which this runs, has them
     args = parser.parse_args()
+    if unknown := set(args.only or ()) - set(variants(args.prefetch, ())):
+        known = ", ".join(f'"{name}"' for name in variants(args.prefetch, ()))
+        parser.error(f"--only does not know {', '.join(sorted(unknown))}; there are {known}")
     if args.instructions and args.counts is None:
         if args.device != "cpu" or instructions.missing():
             parser.error(
                 "--instructions counts those of a CPU, and needs valgrind's " + " and ".join(instructions.PROGRAMS)
             )
-        sys.exit(instructions.run_counted(__file__, sys.argv[1:]))
+        sys.exit(one_by_one(args))
     args.shape = args.layers, *LAYER
     args.dtype = args.dtype or (
         "fp32" if get_backend(None if args.device == "auto" else args.device).is_host else "bf16"
@@ -196,7 +235,8 @@ def main() -> None:
     # Fused, the activation is no call that torch's checkpoint could be put around.
     backend, model, step, shape = set_up(args, {}, plan, bias_activation_fusion=False)
     saved = saved_per_layer(model, step)
-    chosen = {k: v for k, v in variants(args.prefetch, model).items() if not args.only or k in ("no pack", *args.only)}
+    every = variants(args.prefetch, model.decoder.layers)
+    chosen = {name: one for name, one in every.items() if not args.only or name in ("no pack", *args.only)}
     setting = Settings(model, backend, chosen)
 
     def steps() -> None:
@@ -208,14 +248,14 @@ def main() -> None:
             steps()
     gc.collect()
     gc.freeze()
-    unit, clock, rounds = "us", microseconds(backend.is_host), args.rounds or 15
+    unit, clock, rounds = UNITS[args.instructions], microseconds(backend.is_host), args.rounds or 15
     if args.instructions:
-        unit, clock, rounds = "instructions", instructions.Instructions(args.counts), args.rounds or 1
-    taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm=1, minutes=args.minutes)
+        clock, rounds = instructions.Instructions(args.counts), args.rounds or 1
+    warm, minutes = args.warm or (8 if args.instructions else 1), args.minutes
+    taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm=warm, minutes=minutes)
     rows = rows_of(taken, unit, args.steps, args.layers, saved)
-    print(f"the engine's hot path is in {'Python' if hot_path.native is None else 'C++'}")
-    print(f"{saved:g} saved tensors a layer; its own: {rows['no pack'][f'own_{unit}_per_layer']:.0f} {unit}")
-    print(table(rows, unit))
+    if not args.instructions:
+        say(rows, unit)
     write(args, "host_cost", backend, shape, len(taken["no pack"]), rows)
 
 
