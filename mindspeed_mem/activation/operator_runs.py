@@ -71,7 +71,8 @@ class OperatorRuns:
         if stack:
             return self._run_module(layer, path, original, module, args, kwargs)
         in_force, second_runs = self._in_force, self._second_runs
-        if forward_ad._current_level >= 0:  # tensors may have tangents: what is saved of these no second run makes
+        if in_force.recomputes and forward_ad._current_level >= 0:
+            # tensors may have tangents: what is saved of these no second run makes
             return original(module, *args, **kwargs)
         if path or in_force.idle or not regions.may_save():
             if not path and in_force.recomputes and torch.is_grad_enabled() and not regions.is_traced():
