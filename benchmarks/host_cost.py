@@ -2,7 +2,7 @@
 
     python benchmarks/host_cost.py                     # about a minute
     python benchmarks/host_cost.py --json host.json
-    python benchmarks/host_cost.py --instructions      # counted by valgrind, which nobody else disturbs; ten minutes
+    python benchmarks/host_cost.py --instructions      # counted by valgrind, which nobody else disturbs; half an hour
     python benchmarks/host_cost.py --device cuda       # what launching kernels takes as well
 
 The tensors are so small that computing and copying them counts for nothing: what is left is Python and torch's own
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="15; with --instructions, which do not scatter, 1")
     parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
-    parser.add_argument("--warm", type=int, help="so often as many before each; 1, with --instructions 8")
+    parser.add_argument("--warm", type=int, help="so often as many before each; 1, with --instructions 3")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
     parser.add_argument("--layers", type=int, default=LAYERS, help="what a pass takes once is shared out among these")
     parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
@@ -251,7 +251,7 @@ def main() -> None:
     unit, clock, rounds = UNITS[args.instructions], microseconds(backend.is_host), args.rounds or 15
     if args.instructions:
         clock, rounds = instructions.Instructions(args.counts), args.rounds or 1
-    warm, minutes = args.warm or (8 if args.instructions else 1), args.minutes
+    warm, minutes = args.warm or (3 if args.instructions else 1), args.minutes
     taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm=warm, minutes=minutes)
     rows = rows_of(taken, unit, args.steps, args.layers, saved)
     if not args.instructions:
