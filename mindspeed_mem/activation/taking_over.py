@@ -91,10 +91,7 @@ def use(module: ModuleType | None) -> None:
         "inline_path": regions.inline_path,
         "MARKERS": regions.MARKERS,
         "UNKNOWN": course.UNKNOWN,
-        "hooks_enabled": regions._hooks_enabled,
         "under_checkpoint": regions._under_checkpoint,
-        "push_hooks": torch._C._autograd._push_saved_tensors_default_hooks,
-        "pop_hooks": torch._C._autograd._pop_saved_tensors_default_hooks,
         "top_hooks": getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None),  # since torch 2.7
         "compiler": torch.compiler,
         "under_way": module_rerun.under_way,

@@ -287,7 +287,7 @@ inline struct Engine {
            *DROPPED = nullptr, *REMADE = nullptr, *LEDGER = nullptr, *APPLY = nullptr, *UNTIMED = nullptr,
            *DONE = nullptr, *NOTHING = nullptr, *NO_OPERATOR = nullptr, *TAG = nullptr;
   PyObject *compiler = nullptr, *under_way = nullptr, *UNKNOWN = nullptr,
-           *hooks_enabled = nullptr, *push_hooks = nullptr, *pop_hooks = nullptr, *top_hooks = nullptr,
+           *top_hooks = nullptr,
            *under_checkpoint = nullptr, *torch = nullptr;
   PyObject *own = nullptr, *native = nullptr, *says_when = nullptr, *told_to_stay = nullptr, *as_saved = nullptr, *reading = nullptr,
            *partial = nullptr, *random = nullptr, *autocast_kinds = nullptr, *PLAIN = nullptr,

@@ -144,8 +144,8 @@ inline Own call_again(PyObject* self, PyObject* leaves) {
     at::autocast::set_autocast_cache_enabled(false);
   }
   const Afterwards with_casts([&] { at::autocast::set_autocast_cache_enabled(keeps_casts); });
-  call(engine.push_hooks, pack.get(), unpack.get());
-  const Afterwards without_hooks([] { call(engine.pop_hooks); });
+  push_hooks(pack.get(), unpack.get());
+  const Afterwards without_hooks([] { pop_hooks(); });
   must(PyContext_Enter(context.get()));
   const Afterwards outside([&] { must(PyContext_Exit(context.get())); });
   PyObject* variables = PyTuple_GET_ITEM(second_run.around.get(self), 1);
