@@ -20,6 +20,7 @@ import contextlib
 import datetime
 import faulthandler
 import fnmatch
+import functools
 import gc
 import importlib
 import inspect
@@ -174,6 +175,24 @@ def prepare(device: str | None = None) -> None:
     for module in NEEDED:
         importlib.import_module(module)
     gc.freeze()  # cases collect garbage all the time, which takes 0.2 s where it looks through all these modules
+
+
+def share_one_loop() -> None:
+    """Let all gloo groups of this process share one thread that waits for messages.
+
+    Each has one of its own otherwise, which wakes up a hundred times a second, and Megatron makes dozens of groups: an
+    eighth of all that tests on several ranks took of the processor.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    native, device = ProcessGroupGloo.__init__, functools.cache(ProcessGroupGloo.create_default_device)
+
+    def init(self, store, rank, size, timeout=datetime.timedelta(minutes=30)) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device()], timeout
+        native(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = init
 
 
 def seed_tracker(seed: int) -> None:
@@ -341,6 +360,7 @@ def _serve(pipe: connection.Connection, log: str, device: str | None) -> None:
 
     if REAL is not None:
         take(REAL)
+    share_one_loop()
     prepare(device)
     with contextlib.suppress(EOFError):
         while True:
