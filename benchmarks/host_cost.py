@@ -1,18 +1,20 @@
 """What the pack costs the host: CPU time that it adds to Megatron's own, of a layer's forward and backward.
 
-    python benchmarks/host_cost.py                     # about a minute
+    python benchmarks/host_cost.py                     # about three minutes
     python benchmarks/host_cost.py --json host.json
     python benchmarks/host_cost.py --instructions      # counted by valgrind, which nobody else disturbs; half an hour
     python benchmarks/host_cost.py --device cuda       # what launching kernels takes as well
 
 The tensors are so small that computing and copying them counts for nothing: what is left is Python and torch's own
 calls. On a device that is what a step of small layers takes, however fast the device is: there the time is that of the
-wall, until the device is done. All variants run interleaved in one process, on one thread and one model; a figure is
-the median over rounds of the difference to the plain model in the same round, divided by layers (micro-seconds), by the
-tensors that a layer saves for backward, and by the plain model's time in that same round (the share, whatever speed the
-machine has in a round). What others cost stands beside: Megatron's full recompute, and torch's own saved-tensor hooks
-that do nothing, its `save_on_cpu` and its non-reentrant checkpoint (which stops early, as ours). Whether the engine's
-hot path in C++ is used (`python -m mindspeed_mem build-native`) is said.
+wall, until the device is done. All variants run interleaved in one process, on one thread and one model, each after
+some steps that are not timed (``--warm``), as changing from one to another changes classes, and Python then runs what
+it had specialized for them as it runs what is new; a figure is the median over rounds of the difference to the plain
+model in the same round, divided by layers (micro-seconds), by the tensors that a layer saves for backward, and by the
+plain model's time in that same round (the share, whatever speed the machine has in a round). What others cost stands
+beside: Megatron's full recompute, and torch's own saved-tensor hooks that do nothing, its `save_on_cpu` and its
+non-reentrant checkpoint (which stops early, as ours). Whether the engine's hot path in C++ is used (`python -m
+mindspeed_mem build-native`) is said.
 
 On a machine that others use, times scatter by more than some variants take. Instructions do not: ``--instructions``
 runs each variant under valgrind, and the clock is how many it has executed. What is new to the caches takes longer than
@@ -205,7 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="15; with --instructions, which do not scatter, 1")
     parser.add_argument("--minutes", type=float, help="begin no round that would end later, from the start")
     parser.add_argument("--steps", type=int, default=2, help="timed together, after as many that are not")
-    parser.add_argument("--warm", type=int, help="so often as many before each; 1, with --instructions 3")
+    parser.add_argument("--warm", type=int, help="so often as many before each; 6, with --instructions 3")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
     parser.add_argument("--layers", type=int, default=LAYERS, help="what a pass takes once is shared out among these")
     parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
@@ -251,7 +253,7 @@ def main() -> None:
     unit, clock, rounds = UNITS[args.instructions], microseconds(backend.is_host), args.rounds or 15
     if args.instructions:
         clock, rounds = instructions.Instructions(args.counts), args.rounds or 1
-    warm, minutes = args.warm or (3 if args.instructions else 1), args.minutes
+    warm, minutes = args.warm or (3 if args.instructions else 6), args.minutes
     taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm=warm, minutes=minutes)
     rows = rows_of(taken, unit, args.steps, args.layers, saved)
     if not args.instructions:
