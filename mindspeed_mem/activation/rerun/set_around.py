@@ -104,7 +104,7 @@ def _places(roots: list[torch.nn.Module], called: Called) -> Iterator[Changeable
     for root in roots:
         for path, module in root.named_modules():
             for one in _HOOKS if path else ():  # its own hooks run around an operator, not in it
-                if (now := vars(module).get(one)) is not None and not any(map(_holds_a_graph, now.values())):
+                if (now := vars(module).get(one)) is not None and not _any_collects(now):
                     hooks = partial(changeable.item, partial(_attributes_of, changeable.reference(module)), one)
                     yield _that_collect_nothing(changeable.container(f"{path}.{one}", hooks))
     modules = {id(module) for root in roots for module in root.modules()}
@@ -260,7 +260,7 @@ def _that_collect_nothing(hooks: Changeable) -> Changeable:
 
     def read() -> Any:
         found = hooks.read()
-        return UNKNOWN if any(map(_holds_a_graph, found.values())) else found
+        return UNKNOWN if _any_collects(found) else found
 
     def write(earlier: Any) -> None:
         if earlier is not UNKNOWN:
@@ -271,6 +271,11 @@ def _that_collect_nothing(hooks: Changeable) -> Changeable:
         write=write,
         same=lambda now, earlier: now is UNKNOWN or earlier is UNKNOWN or hooks.same(now, earlier),
     )
+
+
+def _any_collects(hooks: Mapping[Any, Any]) -> bool:
+    """Our own do not, and reach all that a feature has."""
+    return any(_holds_a_graph(hook) for hook in hooks.values() if not _is_ours(hook))
 
 
 def _noted(value: Any) -> Any:
