@@ -162,20 +162,23 @@ def mismatches(
     found = []
     with patched(SDPA if sdpa else []):
         without, besides = trained(layout, model, **more)
-        for name, plan in plans.items():
-            with swap(plan) as engine:
-                results, after = trained(layout, model, **more)
-                report, left = engine.report(), left_over(engine)
-            for number, (one, other) in enumerate(zip(results, without, strict=True)):
-                found += [f"{name}, step {number}: {what}" for what in difference(one, other)]
-            if after.keys() != besides.keys():
-                found.append(f"{name}: {after.keys() ^ besides.keys()}")
-            found += [f"{name}: {key}" for key in after if not torch.equal(after[key], besides.get(key, after[key]))]
-            if any(left.values()):
-                found.append(f"{name}: left over {left}")
-            frees = report.peak_bytes < report.peak_bytes_without
-            if frees == name.startswith("idle") and not name.startswith("maybe"):
-                found.append(f"{name}: {report.peak_bytes} of {report.peak_bytes_without} bytes")
+        with patched(SWAP):  # once for all plans
+            for name, plan in plans.items():
+                with swap(plan) as engine:
+                    results, after = trained(layout, model, **more)
+                    report, left = engine.report(), left_over(engine)
+                for number, (one, other) in enumerate(zip(results, without, strict=True)):
+                    found += [f"{name}, step {number}: {what}" for what in difference(one, other)]
+                if after.keys() != besides.keys():
+                    found.append(f"{name}: {after.keys() ^ besides.keys()}")
+                found += [
+                    f"{name}: {key}" for key in after if not torch.equal(after[key], besides.get(key, after[key]))
+                ]
+                if any(left.values()):
+                    found.append(f"{name}: left over {left}")
+                frees = report.peak_bytes < report.peak_bytes_without
+                if frees == name.startswith("idle") and not name.startswith("maybe"):
+                    found.append(f"{name}: {report.peak_bytes} of {report.peak_bytes_without} bytes")
     return found
 
 
