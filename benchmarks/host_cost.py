@@ -193,7 +193,7 @@ def one_by_one(args: argparse.Namespace) -> int:
                 return status
             record = json.loads(target.read_text())
             rows = {"no pack": record["variants"]["no pack"], **rows, name: record["variants"][name]}
-            print(f"counted: {name}", file=sys.stderr, flush=True)
+            print(f"counted: {name}: {rows[name]['share']:.1%}", file=sys.stderr, flush=True)
     say(rows, UNITS[True])
     if args.json and rows:
         args.json.write_text(json.dumps(record | {"variants": rows}, indent=1) + "\n")
