@@ -332,12 +332,25 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("whose, made", [("part", "default"), *(("part.empty", made) for made in HOOKS)])
-def test_hooks_that_collect_what_modules_return_keep_nothing_without_a_backward(whose, made):
+def holding_much():
+    much = [[object() for _ in range(8)] for _ in range(250)]
+    return lambda *given: much and None
+
+
+@pytest.mark.parametrize(
+    "whose, made, after",
+    [("part", "default", 0), *(("part.empty", made, 0) for made in HOOKS), ("part.empty", "default", 5)],
+)
+def test_hooks_that_collect_what_modules_return_keep_nothing_without_a_backward(whose, made, after):
+    """Also after others that hold many objects."""
+
     class Collected(list):
         pass
 
     model, collected = Model("hook"), []
+    for block in model.blocks:
+        for _ in range(after):
+            block.get_submodule(whose).register_forward_hook(holding_much())
     with mindspeed_mem.attach(model, PLANS["part"]) as attached:
         for step in range(5):
             outputs = Collected()

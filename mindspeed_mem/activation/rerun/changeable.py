@@ -8,7 +8,7 @@ import random
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from operator import is_
 from types import CellType, MemberDescriptorType
@@ -31,6 +31,13 @@ _given: list[dict[Any, Any]] = []
 """What operators were given of which places are looked at, by position or name; innermost last."""
 
 
+class Looked(set[int]):
+    """What one look at several places has been through, by identity, and found to hold nothing that was computed."""
+
+    room = 4096
+    """How many objects are still looked at as closely as the first ones."""
+
+
 class Changeable(NamedTuple):
     """Something that may change: how to read it, to write it, and to say whether two readings are the same.
 
@@ -41,6 +48,8 @@ class Changeable(NamedTuple):
     read: Callable[[], Any]
     write: Callable[[Any], None]
     same: Callable[[Any, Any], bool]
+    keep: Callable[[Any, Looked], Any] | None = None
+    """What of a reading may be kept until backward; None: all of it."""
 
 
 class _Content(NamedTuple):
@@ -74,6 +83,12 @@ def put_back(places: Sequence[Changeable], changed: dict[Changeable, bool] | Non
                 place.write(earlier)
                 if changed is not None:
                     changed[place] = _differs(now, earlier)
+
+
+def to_be_kept(places: Iterable[Changeable]) -> list[tuple[Changeable, Any]]:
+    """Each with what is there, as far as that may be kept until backward."""
+    looked = Looked()
+    return [(one, one.read() if one.keep is None else one.keep(one.read(), looked)) for one in places]
 
 
 def _differs(now: Any, earlier: Any) -> bool:

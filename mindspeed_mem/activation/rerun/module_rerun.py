@@ -26,7 +26,7 @@ from mindspeed_mem.activation import hot_path
 from mindspeed_mem.activation.rerun import rng, settings
 from mindspeed_mem.activation.rerun.arguments import NOTHING, Slot, join, split, tensors_in
 from mindspeed_mem.activation.rerun.bits import alike, nearly_same
-from mindspeed_mem.activation.rerun.changeable import GENERATORS, Changeable, given, put_back
+from mindspeed_mem.activation.rerun.changeable import GENERATORS, Changeable, given, put_back, to_be_kept
 from mindspeed_mem.activation.rerun.dropped import Made, Saves
 from mindspeed_mem.activation.rerun.second_run import GUARDS, READERS, MadeBy, Rerun, no_shared_casts
 from mindspeed_mem.activation.rerun.unused_seeds import UnusedSeeds
@@ -444,7 +444,7 @@ class ModuleRerun(Rerun):
     def _starts_with(self, places: Mapping[Changeable, bool]) -> None:
         """What counts its runs may do something else after many: a second run finds what the first one found."""
         self._places = list(places)
-        self._then = [(place, place.read()) for place, differs in places.items() if differs]
+        self._then = to_be_kept(place for place, differs in places.items() if differs)
 
     def settle(self, why_not: str, places: Mapping[Changeable, bool]) -> None:
         """It is known now whether it repeats itself: from here on it makes again what it has made, or is forgotten."""

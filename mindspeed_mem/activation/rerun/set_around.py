@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -31,7 +31,7 @@ import torch
 
 from mindspeed_mem.activation.rerun import changeable
 from mindspeed_mem.activation.rerun.arguments import attributes_of
-from mindspeed_mem.activation.rerun.changeable import PLAIN_KINDS, Changeable, is_a
+from mindspeed_mem.activation.rerun.changeable import PLAIN_KINDS, Changeable, Looked, is_a
 from mindspeed_mem.activation.rerun.settings import ABSENT, PLAIN, UNKNOWN, is_setting
 from mindspeed_mem.activation.rerun.state import OBJECTS, Called, in_modules, is_foreign, slots_of, stored_by
 
@@ -39,6 +39,7 @@ _Call = tuple[CodeType, dict[str, Any], list[tuple[str, Any]]]
 _ALIKE = 4  # second runs that find no other values until nobody looks at them any more
 _DEPTH, _MANY = 2, 4096  # how deep in objects, and at how many of them, is looked
 _IN_ALL, _IN_EACH = 1024, 256  # how many of the objects that a function holds, and of those in each, are looked at
+_AT_LEAST = 128  # of those that a function holds, where others before it hold many, as a whole model
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 _GROUP = getattr(torch.distributed, "ProcessGroup", Enum)  # where torch has been built with it
 _NO_MEMORY = (staticmethod, classmethod, property, Enum, frozenset, range, slice, _GROUP)
@@ -96,7 +97,8 @@ def _until_alike(there: Changeable, known: weakref.ref[Places]) -> Changeable:
 def _places(roots: list[torch.nn.Module], called: Called) -> Iterator[Changeable]:
     calls = list(called.found.values())
     named = _named_by({id(code): code for code, *_ in calls}.values())
-    yield from _of_modules(calls)
+    looked = Looked()
+    yield from _of_modules(calls, looked)
     stored: dict[int, set[str]] = defaultdict(set)  # by whom of those that a function was given, 0: by anyone
     for code, _, held in calls:
         for value in (0, *(id(value) for _, value in held)):
@@ -104,11 +106,11 @@ def _places(roots: list[torch.nn.Module], called: Called) -> Iterator[Changeable
     for root in roots:
         for path, module in root.named_modules():
             for one in _HOOKS if path else ():  # its own hooks run around an operator, not in it
-                if (now := vars(module).get(one)) is not None and not _any_collects(now):
+                if (now := vars(module).get(one)) is not None and not _any_collects(now, looked):
                     hooks = partial(changeable.item, partial(_attributes_of, changeable.reference(module)), one)
                     yield _that_collect_nothing(changeable.container(f"{path}.{one}", hooks))
     modules = {id(module) for root in roots for module in root.modules()}
-    yield from _of_objects(_roots_of_objects(roots, calls), modules, named, stored)
+    yield from _of_objects(_roots_of_objects(roots, calls), modules, named, stored, looked)
 
 
 def _named_by(codes: Iterable[CodeType]) -> dict[str, None]:
@@ -119,7 +121,7 @@ def _named_by(codes: Iterable[CodeType]) -> dict[str, None]:
     return named
 
 
-def _of_modules(calls: list[_Call]) -> Iterator[Changeable]:
+def _of_modules(calls: list[_Call], looked: Looked) -> Iterator[Changeable]:
     """Python's modules."""
     found: dict[int, tuple[dict[str, Any], dict[str, None], set[str]]] = {}
     for code, own, held in calls:
@@ -129,7 +131,7 @@ def _of_modules(calls: list[_Call]) -> Iterator[Changeable]:
                 keys.update(dict.fromkeys(known))
                 stored.update(stored_by(code))
     for names, keys, stored in found.values():
-        noted = _may_be_noted(names, keys, stored)
+        noted = _may_be_noted(names, keys, stored, looked)
         if noted:
             yield _values(f"{names.get('__name__')}", partial(_itself, names), noted)
 
@@ -152,6 +154,7 @@ def _of_objects(
     modules: set[int],
     named: Mapping[str, None],
     stored: Mapping[int, set[str]],
+    looked: Looked,
 ) -> Iterator[Changeable]:
     """What the names ``named`` are in objects, their classes, and dictionaries."""
     seen: set[int] = set()
@@ -163,7 +166,7 @@ def _of_objects(
         if is_a(value, _NO_OBJECTS) or id(value) in seen:
             continue
         if is_a(value, type):
-            yield from _of_classes(value, named, stored, seen)
+            yield from _of_classes(value, named, stored, seen, looked)
             continue
         if not is_a(value, torch.nn.Module) and any(map(_is_ours, vars(kind).values())):
             continue  # what it is told for backward, as Megatron's replay of routers, is that method's to heed
@@ -172,12 +175,12 @@ def _of_objects(
             continue
         seen.add(id(value))
         if of_a_model:
-            yield from _of_classes(kind, named, stored, seen)
+            yield from _of_classes(kind, named, stored, seen, looked)
         for found, place, inside in _in_an_object(name, get, named, of_a_model):
             known = {key: one for key, one in found.items() if key not in stored.get(id(value), ())}
             if id(value) in modules:  # which have settings
                 known = {key: one for key, one in known.items() if not is_setting(one)}
-            noted = [key for key, one in known.items() if _noted(one) is not UNKNOWN]
+            noted = [key for key, one in known.items() if _may_be_kept(_noted(one), looked)]
             if noted:
                 yield place(noted)
             if depth < _DEPTH:
@@ -201,7 +204,7 @@ def _in_an_object(
 
 
 def _of_classes(
-    kind: type, named: Mapping[str, None], stored: Mapping[int, set[str]], seen: set[int]
+    kind: type, named: Mapping[str, None], stored: Mapping[int, set[str]], seen: set[int], looked: Looked
 ) -> Iterator[Changeable]:
     for one in kind.__mro__:
         if id(one) in seen or one in (object, torch.nn.Module):
@@ -210,14 +213,14 @@ def _of_classes(
         if is_foreign(one.__module__) and not issubclass(one, torch.nn.Module):
             continue
         found = vars(one)
-        noted = _may_be_noted(found, (key for key in named if key in found), stored[0])
+        noted = _may_be_noted(found, (key for key in named if key in found), stored[0], looked)
         if noted:
             yield _filtered(changeable.class_attributes(one.__qualname__, changeable.reference(one), noted))
 
 
-def _may_be_noted(there: Mapping[str, Any], keys: Iterable[str], stored: set[str]) -> list[str]:
+def _may_be_noted(there: Mapping[str, Any], keys: Iterable[str], stored: set[str], looked: Looked) -> list[str]:
     """Without tensors that the operator itself puts there, which its next run would keep."""
-    noted = [key for key in keys if _noted(there[key]) is not UNKNOWN]
+    noted = [key for key in keys if _may_be_kept(_noted(there[key]), looked)]
     return [key for key in noted if not (key in stored and is_a(there[key], torch.Tensor))]
 
 
@@ -244,6 +247,9 @@ def _filtered(there: Changeable) -> Changeable:
     def read() -> dict[str, Any]:
         return {key: _noted(value) for key, value in there.read().items()}
 
+    def keep(found: dict, looked: Looked) -> dict[str, Any]:
+        return {key: value if _may_be_kept(value, looked) else UNKNOWN for key, value in found.items()}
+
     def same(now: dict, earlier: dict) -> bool:
         return all(_are_same(now[key], value) for key, value in earlier.items())
 
@@ -252,30 +258,28 @@ def _filtered(there: Changeable) -> Changeable:
         others = {key: value for key, value in earlier.items() if not _are_same(now[key], value)}
         there.write({key: _as_it_was(value) for key, value in others.items()})
 
-    return there._replace(read=read, write=write, same=same)
+    return there._replace(read=read, write=write, same=same, keep=keep)
 
 
 def _that_collect_nothing(hooks: Changeable) -> Changeable:
     """Hooks that have what modules returned would be kept by it, and keep it."""
 
-    def read() -> Any:
-        found = hooks.read()
-        return UNKNOWN if _any_collects(found) else found
+    def keep(found: Any, looked: Looked) -> Any:
+        return UNKNOWN if found is not None and _any_collects(found, looked) else found
 
     def write(earlier: Any) -> None:
         if earlier is not UNKNOWN:
             hooks.write(earlier)
 
-    return hooks._replace(
-        read=read,
-        write=write,
-        same=lambda now, earlier: now is UNKNOWN or earlier is UNKNOWN or hooks.same(now, earlier),
-    )
+    def same(now: Any, earlier: Any) -> bool:
+        return earlier is UNKNOWN or hooks.same(now, earlier) or _any_collects(now, Looked())
+
+    return hooks._replace(write=write, same=same, keep=keep)
 
 
-def _any_collects(hooks: Mapping[Any, Any]) -> bool:
+def _any_collects(hooks: Mapping[Any, Any], looked: Looked) -> bool:
     """Our own do not, and reach all that a feature has."""
-    return any(_holds_a_graph(hook) for hook in hooks.values() if not _is_ours(hook))
+    return any(_holds_a_graph(hook, looked) for hook in hooks.values() if not _is_ours(hook))
 
 
 def _noted(value: Any) -> Any:
@@ -285,16 +289,24 @@ def _noted(value: Any) -> Any:
         return value
     if is_a(value, torch.Tensor):
         return value if type(value) is torch.Tensor and not value.requires_grad else UNKNOWN
-    return value if callable(value) and not _is_ours(value) and not _holds_a_graph(value) else UNKNOWN
+    return value if callable(value) and not _is_ours(value) else UNKNOWN
 
 
-def _holds_a_graph(function: Any) -> bool:
+def _may_be_kept(noted: Any, looked: Looked) -> bool:
+    """Until backward."""
+    if noted is UNKNOWN:
+        return False
+    return not callable(noted) or is_a(noted, _NO_MEMORY) or not _holds_a_graph(noted, looked)
+
+
+def _holds_a_graph(function: Any, looked: Looked) -> bool:
     """Whether it has collected what was computed: the graph of that would keep it, and be kept by it."""
     seen: set[int] = set()
+    room = min(_IN_ALL, max(_AT_LEAST, looked.room))
     left: deque[Any] = deque(function.modules() if is_a(function, torch.nn.Module) else [function])
-    while left and len(seen) < _IN_ALL:
+    while left and len(seen) < room:
         one = left.popleft()
-        if id(one) in seen or is_a(one, _KEEP_NOTHING):
+        if id(one) in seen or id(one) in looked or is_a(one, _KEEP_NOTHING):
             continue
         seen.add(id(one))
         if is_a(one, torch.Tensor):
@@ -304,12 +316,19 @@ def _holds_a_graph(function: Any) -> bool:
         elif is_a(one, torch.autograd.graph.Node):
             return True
         left.extend(islice(_kept_by(one), _IN_EACH))
+    looked.room -= len(seen)
+    if not left:  # else what lies behind these is not known
+        looked |= seen
     return False
 
 
 def _kept_by(one: Any) -> Iterable[Any]:
     """As the garbage collector sees it, whatever keeps it: slots, attributes, cells, items. Without a function's module
     and the modules in a module, which have their owners."""
+    if type(one) is dict:  # the collector would list all of a vocabulary
+        return chain(one.values(), one)
+    if type(one) in (list, tuple, set):
+        return one
     if is_a(one, FunctionType):
         of_its_module = {id(one.__globals__), id(vars(builtins))}
         return (found for found in gc.get_referents(one) if id(found) not in of_its_module)
@@ -331,7 +350,9 @@ def _are_same(now: Any, then: Any) -> bool:
         return True
     if type(now) is _List and type(then) is _List:
         return now.it is then.it and _are_equal(now.items, then.items)
-    return type(now) is type(then) and (is_setting(now) or _is_plain_tuple(now)) and _are_equal(now, then)
+    if type(now) is type(then) and (is_setting(now) or _is_plain_tuple(now)):
+        return _are_equal(now, then)
+    return not _may_be_kept(now, Looked())  # what collects is left where it is
 
 
 def _are_equal(now: Any, then: Any) -> bool:
