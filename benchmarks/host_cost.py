@@ -194,9 +194,9 @@ def one_by_one(args: argparse.Namespace) -> int:
             record = json.loads(target.read_text())
             rows = {"no pack": record["variants"]["no pack"], **rows, name: record["variants"][name]}
             print(f"counted: {name}: {rows[name]['share']:.1%}", file=sys.stderr, flush=True)
+            if args.json:  # so far: it takes long, and may be interrupted
+                args.json.write_text(json.dumps(record | {"variants": rows}, indent=1) + "\n")
     say(rows, UNITS[True])
-    if args.json and rows:
-        args.json.write_text(json.dumps(record | {"variants": rows}, indent=1) + "\n")
     return 0
 
 
