@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, help="so often as many before each; 6, with --instructions 3")
     parser.add_argument("--prefetch", type=int, default=4, help="backward_prefetch of the swap variants")
     parser.add_argument("--layers", type=int, default=LAYERS, help="what a pass takes once is shared out among these")
-    parser.add_argument("--only", nargs="*", help="these variants, besides the plain model")
+    parser.add_argument("--only", nargs="+", help="these variants, besides the plain model")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument(
         "--instructions", action="store_true", help="count them instead, by valgrind: on a CPU, one round"
@@ -253,8 +253,8 @@ def main() -> None:
     unit, clock, rounds = UNITS[args.instructions], microseconds(backend.is_host), args.rounds or 15
     if args.instructions:
         clock, rounds = instructions.Instructions(args.counts), args.rounds or 1
-    warm, minutes = args.warm or (3 if args.instructions else 6), args.minutes
-    taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm=warm, minutes=minutes)
+    warm = args.warm if args.warm is not None else 3 if args.instructions else 6
+    taken = interleaved(list(chosen), setting, steps, rounds, backend.synchronize, clock, warm, args.minutes)
     rows = rows_of(taken, unit, args.steps, args.layers, saved)
     if not args.instructions:
         say(rows, unit)
